@@ -1,0 +1,81 @@
+"""Config, wildcards, and the three kinds of input: artifacts, gates and settings.
+
+Which job has to run is decided by draftline.staleness from the ids inside the artifacts. Snakemake is told so through its
+inputs: what is up to date is `ancient()`, and a settings file is newer than an artifact that it does not match.
+"""
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+from snakemake.utils import validate
+
+WORKFLOW = Path(workflow.basedir)
+sys.path.insert(0, str(WORKFLOW / "scripts"))
+
+from draftline import config as checks
+from draftline import plan
+from draftline.errors import DraftlineError
+
+sys.path.remove(str(WORKFLOW / "scripts"))
+
+if not workflow.overwrite_configfiles:
+
+    configfile: "config.yaml" if os.path.exists("config.yaml") else WORKFLOW / "config.yaml"
+
+
+try:
+    config = plan.resolve(config, WORKFLOW, validate, main=workflow.is_main_process)
+    PLAN = plan.Plan(config, WORKFLOW, workflow.rules, main=workflow.is_main_process)
+except DraftlineError as error:
+    sys.exit(f"draftline: {error}")
+
+SHARDS = [f"{shard:04d}" for shard in range(config["shards"])]
+PARTS = [f"{part:04d}" for part in range(config["hidden_states"]["parts_per_shard"])]
+SEGMENTS = list(range(1, config["segments"] + 1))
+MODELS = list(config["drafters"])
+SETS = list(config["benches"])
+
+
+wildcard_constraints:
+    shard=r"\d+",
+    part=r"\d+",
+    segment=r"\d+",
+    drafter="|".join(MODELS),
+    bench="|".join(SETS),
+    baseline="untrained|unigram",
+
+
+def artifact(*patterns):
+    """Input artifacts by their patterns; `ancient` where nothing that they are made from has to be made again."""
+    return PLAN.artifact(lambda wildcards: [pattern.format(**wildcards) for pattern in patterns])
+
+
+def artifacts(paths):
+    """Input artifacts by a function of the wildcards."""
+    return PLAN.artifact(paths)
+
+
+def gate(*patterns):
+    """A gate that must have passed before a job starts. It decides whether work begins, never what comes out."""
+    return PLAN.gate(lambda wildcards: [pattern.format(**wildcards) for pattern in patterns])
+
+
+def settings(rule, per=None):
+    """The settings file of a rule, of one drafter or bench where `per` names that wildcard."""
+    return PLAN.settings(rule, per)
+
+
+def command(rule):
+    """Command line of a rule's script, with the options that do not change its result."""
+    options = json.dumps(PLAN.run_options(rule))
+    return shlex.join([sys.executable, str(WORKFLOW / "scripts" / f"{rule}.py"), "--run", options])
+
+
+def need(rule, resource):
+    """A resource of a rule: from `run.{rule}` of the config, else the plan's estimate."""
+    return PLAN.resource(rule, resource)

@@ -1,0 +1,61 @@
+"""Prompts: what the target is asked, for training and for evaluation.
+
+bench_prompts  a bench of the config           -> results/benches/{bench}/prompts.parquet
+prompts        prompt files, tokenizer, benches -> results/prompts/{shard}.parquet (all shards in one job)
+"""
+
+PROMPTS = expand("results/prompts/{shard}.parquet", shard=SHARDS)
+
+
+rule bench_prompts:
+    """Read an evaluation set."""
+    input:
+        settings=settings("bench_prompts", per="bench"),
+    output:
+        prompts="results/benches/{bench}/prompts.parquet",
+    log:
+        "results/logs/bench_prompts/{bench}.log",
+    benchmark:
+        "results/benchmarks/bench_prompts/{bench}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        command=command("bench_prompts"),
+    threads: 1
+    resources:
+        gpu=0,
+        mem_mb=need("bench_prompts", "mem_mb"),
+        runtime=need("bench_prompts", "runtime"),
+        disk_mb=need("bench_prompts", "disk_mb"),
+    shell:
+        "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
+        " --bench {wildcards.bench:q} --output {output.prompts:q}"
+
+
+rule prompts:
+    """Normalize, clean and deduplicate the prompts, keep them clear of the evaluation sets, and split them into shards."""
+    input:
+        settings=settings("prompts"),
+        manifest=artifact("results/target/manifest.json"),
+        tokenizer=artifact("results/target/tokenizer.json"),
+        benches=artifact(*(f"results/benches/{bench}/prompts.parquet" for bench in config["prompts"]["decontaminate"])),
+    output:
+        shards=PROMPTS,
+    log:
+        "results/logs/prompts/prompts.log",
+    benchmark:
+        "results/benchmarks/prompts/prompts.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        command=command("prompts"),
+    threads: 1
+    resources:
+        gpu=0,
+        mem_mb=need("prompts", "mem_mb"),
+        runtime=need("prompts", "runtime"),
+        disk_mb=need("prompts", "disk_mb"),
+    shell:
+        "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
+        " --manifest {input.manifest:q} --tokenizer {input.tokenizer:q} --benches {input.benches:q}"
+        " --outputs {output.shards:q}"

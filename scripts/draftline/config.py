@@ -1,0 +1,84 @@
+"""The config: checked once, against the schema and for what a schema cannot say.
+
+Every complaint names the key by its path, the value, and what to do.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draftline.errors import DraftlineError
+from draftline.layers import layer_ids
+
+RESERVED_DRAFTERS = ("untrained", "unigram")
+
+
+def check_schema(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    """Raise DraftlineError for the first unknown key, missing key or wrong value."""
+    import jsonschema
+
+    errors = sorted(jsonschema.Draft202012Validator(schema).iter_errors(config), key=lambda e: list(map(str, e.path)))
+    if not errors:
+        return
+    error = jsonschema.exceptions.best_match(errors)
+    key = ".".join(map(str, error.absolute_path)) or "config"
+    if error.validator == "additionalProperties":
+        unknown = sorted(set(error.instance) - set(error.schema.get("properties", {})))
+        known = ", ".join(sorted(error.schema["properties"]))
+        key = ".".join([*map(str, error.absolute_path), unknown[0]])
+        raise DraftlineError(f"config: {key}: no such key; known here: {known}")
+    if "pattern" in error.schema and error.validator == "pattern" and error.schema["pattern"].startswith("^[A-Za-z0-9]["):
+        raise DraftlineError(
+            f"config: {key}.{error.instance}: not a plain file name; use letters, digits, '-' and '_' only"
+        )
+    if error.validator == "required":
+        missing = next(name for name in error.validator_value if name not in error.instance)
+        raise DraftlineError(f"config: {key}: {missing} is missing; add {key if key != 'config' else ''}.{missing}:")
+    if error.validator == "oneOf":
+        ways = " | ".join("+".join(way["required"]) for way in error.validator_value)
+        raise DraftlineError(f"config: {key}: needs exactly one of: {ways}")
+    raise DraftlineError(f"config: {key}: {error.instance!r}: {error.message}; see config.yaml's comment on this key")
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Raise DraftlineError for what is well-formed but cannot work. `config` has its defaults filled in."""
+    layers, known = config["hidden_states"]["layers"], config["target"]["num_layers"]
+    if known is not None:
+        layer_ids(layers, known, key="hidden_states.layers")
+    elif isinstance(layers, list) and (layers != sorted(set(layers)) or layers[0] < 0):
+        raise DraftlineError(f"config: hidden_states.layers: {layers}: must be ascending, without repeats, from 0 on")
+    for name, drafter in config["drafters"].items():
+        key = f"config: drafters.{name}"
+        if name in RESERVED_DRAFTERS:
+            raise DraftlineError(f"{key}: this name is taken by a baseline; choose another")
+        types = drafter["layer_types"]
+        if types is not None and len(types) != drafter["layers"]:
+            raise DraftlineError(f"{key}.layer_types: {len(types)} entries for {drafter['layers']} layers; give one each")
+        if types is not None and "sliding_attention" in types and drafter["sliding_window"] is None:
+            raise DraftlineError(f"{key}.sliding_window: missing, but layer_types has sliding_attention; give the window")
+        late = [n for n in drafter["checkpoints"] if n > config["segments"]]
+        if late:
+            raise DraftlineError(f"{key}.checkpoints: {late[0]}: there are only {config['segments']} segments")
+    for name in config["prompts"]["decontaminate"]:
+        if name not in config["benches"]:
+            known_benches = ", ".join(config["benches"])
+            raise DraftlineError(f"config: prompts.decontaminate: {name}: no such bench; known: {known_benches}")
+    sources = config["prompts"]["sources"]
+    for waiver in config["mask_gate"]["waive"]:
+        if waiver["source"] not in sources:
+            raise DraftlineError(
+                f"config: mask_gate.waive: {waiver['source']}: no such source; known: {', '.join(sources)}"
+            )
+    parts = config["shards"] * config["hidden_states"]["parts_per_shard"]
+    for name, drafter in config["drafters"].items():
+        if config["segments"] > parts * drafter["epochs"]:
+            raise DraftlineError(
+                f"config: segments: {config['segments']}: drafter {name} has only {parts * drafter['epochs']} part visits"
+                f" ({parts} parts x {drafter['epochs']} epochs); lower segments"
+            )
+
+
+def locate(path: str, workflow: Path) -> Path:
+    """A path of the config: as it stands in the working directory, else beside the workflow."""
+    here = Path(path)
+    return here if here.is_absolute() or here.exists() else workflow / path

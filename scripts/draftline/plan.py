@@ -1,0 +1,348 @@
+"""What the Snakefile knows of a run: its config, each rule's settings, and which artifacts have to be made again.
+
+The graph is taken from Snakemake's rules themselves: an input made by `Plan.artifact` tells its paths, so the rule that a
+reader sees is the only place where an edge is written.
+"""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftline import sources
+from draftline.config import check, check_schema
+from draftline.errors import DraftlineError
+from draftline.fingerprint import fingerprint
+from draftline.layers import layer_ids
+from draftline.provenance import canonical, digest, read
+from draftline.settings import ROOT, cut, settings_hash, write
+from draftline.staleness import Node, Staleness
+from draftline.visits import segment_visits
+
+RUN_FILE = "DRAFTLINE_RUN"
+"""Environment variable with the path of the run's resolved config; set by the main process, read by its jobs."""
+
+KEYS: dict[str, list[str]] = {
+    "target": ["target"],
+    "bench_prompts": ["benches.{bench}"],
+    "prompts": ["prompts", "shards"],
+    "canary": ["canary", "completions", "tokens", "mask_gate"],
+    "completions": ["completions"],
+    "bench_completions": ["evaluate.max_new_tokens", "evaluate.thinking", "completions.loop"],
+    "tokens": ["tokens"],
+    "mask_gate_shard": ["mask_gate", "hidden_states.storage"],
+    "mask_stats": [],
+    "mask_gate": ["mask_gate"],
+    "hidden_states": ["hidden_states"],
+    "hidden_states_gate": ["hidden_states_gate"],
+    "bench_hidden_states": ["hidden_states.layers", "hidden_states.storage"],
+    "train_segment": ["drafters.{drafter}", "segments", "shards", "hidden_states.parts_per_shard"],
+    "keep_checkpoint": [],
+    "export": [],
+    "export_gate": [],
+    "evaluate": ["evaluate.budgets", "evaluate.bootstrap", "evaluate.seed"],
+    "evaluate_checkpoint": ["evaluate.budgets", "evaluate.bootstrap", "evaluate.seed"],
+    "evaluate_baseline": ["evaluate.budgets", "evaluate.bootstrap", "evaluate.seed"],
+    "report": [],
+}
+"""The config keys that make each rule's artifacts. A gate's keys are its own: gates decide when work starts, not what it gives."""
+
+RESOURCES: dict[str, dict[str, int]] = {
+    "light": {"gpus": 0, "mem_mb": 2000, "runtime": 60, "disk_mb": 1000},
+    "completions": {"gpus": 1, "mem_mb": 8000, "runtime": 1440, "disk_mb": 4000},
+    "hidden_states": {"gpus": 1, "mem_mb": 8000, "runtime": 720, "disk_mb": 100000},
+    "train_segment": {"gpus": 1, "mem_mb": 12000, "runtime": 1440, "disk_mb": 100000},
+    "evaluate": {"gpus": 1, "mem_mb": 8000, "runtime": 240, "disk_mb": 1000},
+}
+KIND_OF_WORK = {
+    "canary": "completions",
+    "completions": "completions",
+    "bench_completions": "completions",
+    "hidden_states": "hidden_states",
+    "hidden_states_gate": "hidden_states",
+    "bench_hidden_states": "hidden_states",
+    "train_segment": "train_segment",
+    "evaluate": "evaluate",
+    "evaluate_checkpoint": "evaluate",
+    "evaluate_baseline": "evaluate",
+}
+"""Rules that share `run.{kind}` of the config; all others are light and run on the CPU."""
+
+
+def resolve(config: dict[str, Any], workflow: Path, validate: Callable[..., None], main: bool) -> dict[str, Any]:
+    """The config with defaults, checked. A job of a running workflow takes the one that its main process resolved."""
+    if not main and os.environ.get(RUN_FILE):
+        return json.loads(Path(os.environ[RUN_FILE]).read_text(encoding="utf-8"))["config"]
+    schema = workflow / "schemas" / "config.schema.yaml"
+    check_schema(config, yaml.safe_load(schema.read_text(encoding="utf-8")))
+    validate(config, str(schema))
+    check(config)
+    return config
+
+
+class Wildcards(dict):  # type: ignore[type-arg]
+    """Wildcards of a path, by attribute as in Snakemake's input functions."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Plan:
+    """Settings, staleness and resources of one run, for the functions in rules/common.smk."""
+
+    def __init__(self, config: dict[str, Any], workflow: Path, rules: Iterable[Any], main: bool) -> None:
+        self.config, self.workflow, self.rules, self.main = config, workflow, rules, main
+        self.staleness = Staleness(self.node)
+        self._values: dict[tuple[str, str | None], dict[str, Any]] = {}
+        self._written: dict[str, Path] = {}
+        self._nodes: dict[str, Node] = {}
+        self._first: dict[int, str] = {}
+        self.root = Path(ROOT)
+        if main:
+            self._store_run()
+
+    def _store_run(self) -> None:
+        """Freeze the resolved config for the jobs of this run; settings go elsewhere when results/ is read-only."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            path = write({"config": self.config}, self.root / "run")
+        except OSError:
+            self.root = Path(tempfile.gettempdir()) / f"draftline-{os.getuid()}" / digest(os.getcwd()) / "settings"
+            print("results/: not writable; a dry run (-n) works, anything else will not", file=sys.stderr)
+            path = write({"config": self.config}, self.root / "run")
+        os.environ[RUN_FILE] = str(path.resolve())
+
+    # Settings ---------------------------------------------------------------------------------------------------------
+
+    def values(self, rule: str, entry: str | None) -> dict[str, Any]:
+        """Content of a rule's settings file; `entry` is the drafter or bench that it is for."""
+        known = self._values.get((rule, entry))
+        if known is None:
+            keys = [key.format(drafter=entry, bench=entry) for key in KEYS[rule]]
+            part = cut(self.config, keys)
+            self._derive(rule, part, entry)
+            known = {"rule": rule, "config": part, "code": fingerprint(rule)}
+            found = self._sources(rule, entry)
+            if found:
+                known["sources"] = found
+            self._values[rule, entry] = known
+        return known
+
+    def _derive(self, rule: str, part: dict[str, Any], entry: str | None) -> None:
+        """Keys that follow from others, and keys that do not change this rule's result taken out."""
+        config, layers = self.config, self.config["hidden_states"]["layers"]
+        drafters = config["drafters"]
+        if rule in ("canary", "mask_gate_shard", "mask_gate"):
+            part["block_size"] = max(drafter["block_size"] for drafter in drafters.values())
+        if rule == "mask_gate_shard":
+            part["tapped_layers"] = layers if isinstance(layers, int) else len(layers)
+        if rule == "bench_completions":
+            engine = config["completions"]["engine"]
+            part["engine"] = "transformers" if engine == "dataset" else engine
+        if rule == "train_segment":
+            del part["drafters"][entry]["checkpoints"]
+        if rule == "evaluate_baseline":
+            name = next(iter(drafters))
+            shape = ("layers", "block_size", "heads", "kv_heads", "head_dim", "intermediate_size", "rope_theta",
+                     "max_position_embeddings", "sliding_window", "layer_types", "seed")  # fmt: skip
+            part["drafter"] = {key: drafters[name][key] for key in shape}
+        if rule == "report":
+            part.update({key: value for key, value in config.items() if key != "run"})
+
+    def _sources(self, rule: str, entry: str | None) -> dict[str, str]:
+        cache = Path("results/.resume/digests")
+        if rule == "target":
+            return sources.target(self.config["target"], self.workflow, cache)
+        if rule == "prompts":
+            return sources.prompts(self.config["prompts"]["sources"], self.workflow, cache)
+        if rule == "bench_prompts":
+            return sources.bench(self.config["benches"][entry], self.workflow, cache)
+        return {}
+
+    def settings(self, rule: str, per: str | None) -> Callable[[Any], Any]:
+        """Input function for a rule's settings file: newer than the job's output exactly when that must be made again."""
+        from snakemake.io import ancient
+
+        def function(wildcards: Any) -> Any:
+            entry = wildcards[per] if per else None
+            path = str(self._write(rule, entry))
+            if not self.main:
+                return ancient(path)
+            output = self._output_of(function, wildcards)
+            if not self.staleness.foreign(output):
+                return ancient(path)
+            os.utime(path)
+            return path
+
+        function.kind = "settings"  # type: ignore[attr-defined]
+        function.of = (rule, per)  # type: ignore[attr-defined]
+        return function
+
+    def _write(self, rule: str, entry: str | None) -> Path:
+        name = f"{rule}.{entry}" if entry else rule
+        if name not in self._written:
+            self._written[name] = write(self.values(rule, entry), self.root / name)
+        return self._written[name]
+
+    # Edges ------------------------------------------------------------------------------------------------------------
+
+    def artifact(self, paths: Callable[[Any], list[str]]) -> Callable[[Any], Any]:
+        """Input function for artifacts: `ancient` where nothing upstream is pending, plain where it is."""
+        from snakemake.io import ancient
+
+        def function(wildcards: Any) -> Any:
+            found = paths(wildcards)
+            if not self.main:
+                return found
+            return [path if self.staleness.pending(path) else ancient(path) for path in found]
+
+        function.kind, function.paths = "artifact", paths  # type: ignore[attr-defined]
+        return function
+
+    def gate(self, paths: Callable[[Any], list[str]]) -> Callable[[Any], Any]:
+        """Input function for gates: awaited by a job that has work to do, and never a reason to do it."""
+        from snakemake.io import ancient
+
+        def function(wildcards: Any) -> Any:
+            if self.main and not self.staleness.pending(self._output_of(function, wildcards)):
+                return []
+            return [ancient(path) for path in paths(wildcards)]
+
+        function.kind = "gate"  # type: ignore[attr-defined]
+        return function
+
+    def _output_of(self, function: Any, wildcards: Any) -> str:
+        """First output of the job that `function` is an input of."""
+        if id(function) not in self._first:
+            for rule in self.rules:
+                for item in rule.input:
+                    self._first[id(item)] = _plain(rule.output[0]) if len(rule.output) else ""
+        return self._first[id(function)].format(**wildcards)
+
+    def node(self, path: str) -> Node:
+        """The job that makes an artifact, from Snakemake's rules."""
+        if path not in self._nodes:
+            self._nodes[path] = self._find(path)
+        return self._nodes[path]
+
+    def _find(self, path: str) -> Node:
+        from snakemake.io import is_flagged
+
+        found = None
+        for rule in self.rules:
+            for output in rule.output:
+                match = output.match(path)
+                if match and (found is None or not is_flagged(output, "temp")):
+                    found = (rule, Wildcards(match.groupdict()), is_flagged(output, "temp"))
+        if found is None:
+            raise DraftlineError(f"{path}: no rule makes it; the artifacts are listed in docs/artifacts.md")
+        rule, wildcards, temporary = found
+        functions = [item for item in rule.input if hasattr(item, "kind")]
+        (name, per) = next(item.of for item in functions if item.kind == "settings")
+        return Node(
+            rule=name,
+            first=_plain(rule.output[0]).format(**wildcards),
+            settings=settings_hash(self.values(name, wildcards[per] if per else None)),
+            inputs=tuple(p for item in functions if item.kind == "artifact" for p in item.paths(wildcards)),
+            temporary=temporary,
+        )
+
+    # How to run -------------------------------------------------------------------------------------------------------
+
+    def run_options(self, rule: str) -> dict[str, Any]:
+        """Options of a rule that do not change its result: device and batch size."""
+        kind = KIND_OF_WORK.get(rule)
+        options: dict[str, Any] = {"device": self.config["run"]["device"] if kind else "cpu"}
+        if kind and "batch" in self.config["run"][kind]:
+            options["batch"] = self.config["run"][kind]["batch"]
+        return options
+
+    def resource(self, rule: str, name: str) -> int:
+        """A resource from `run.{kind}` of the config, or its default; no GPU when the device is the CPU."""
+        kind = KIND_OF_WORK.get(rule, "light")
+        if name == "gpus" and self.config["run"]["device"] == "cpu":
+            return 0
+        return self.config["run"].get(kind, {}).get(name, RESOURCES[kind][name])
+
+    def segment_visits(self, drafter: str, segment: int) -> list[tuple[int, str, str]]:
+        """(epoch, shard, part) visits of a training segment."""
+        config = self.config
+        return segment_visits(
+            config["shards"],
+            config["hidden_states"]["parts_per_shard"],
+            config["drafters"][drafter]["epochs"],
+            config["segments"],
+            segment,
+        )
+
+    # What is stale ----------------------------------------------------------------------------------------------------
+
+    def announce(self, paths: Iterable[str]) -> None:
+        """Say on the terminal which existing artifacts no longer match, why, and what making them again costs."""
+        again: dict[str, list[str]] = defaultdict(list)
+        for path in paths:
+            if self.main and os.path.exists(path) and self.staleness.pending(path):
+                again[self.node(path).rule].append(path)
+        for rule, found in again.items():
+            seconds = sum(self._seconds(path) for path in found)
+            gpus = self.resource(rule, "gpus")
+            cost = f"{seconds / 3600 * max(gpus, 1):.2g} {'GPU' if gpus else 'CPU'}-hours" if seconds else "no time on record"
+            reason = next((why for path in found if (why := self._why(path))), "something that it is made from")
+            print(f"stale: {rule}: {len(found)} to be made again ({cost}) because of {reason}", file=sys.stderr)
+
+    def _seconds(self, path: str) -> float:
+        record = _record(path)
+        for log in Path("results/logs").glob(f"{record.get('rule', '-')}/*.run.json"):
+            try:
+                facts = json.loads(log.read_text())
+            except (OSError, ValueError):
+                continue
+            if facts["id"] == record["id"]:
+                return facts["seconds"]
+        return 0.0
+
+    def _why(self, path: str) -> str | None:
+        """What changed in the settings of an artifact, by comparing its settings file with the one it would get."""
+        node, record = self.node(path), _record(path)
+        if record.get("settings") in (None, node.settings):
+            return None
+        name = next((n for n in Path(ROOT).glob(f"*/{record['settings']}.json")), None)
+        if name is None:
+            return "other settings"
+        old = json.loads(name.read_text(encoding="utf-8"))
+        (rule, entry) = next(key for key, values in self._values.items() if settings_hash(values) == node.settings)
+        return "; ".join(_differences(old, self._values[rule, entry])) or "other settings"
+
+
+def _plain(pattern: Any) -> str:
+    """An output pattern without its wildcards' constraints."""
+    return re.sub(r"\{(\w+),[^}]*\}", r"{\1}", str(pattern))
+
+
+def _record(path: str) -> dict[str, Any]:
+    try:
+        return read(path)
+    except DraftlineError:
+        return {}
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    lines = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        name = f"{prefix}{key}"
+        if before == after:
+            continue
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            lines += _differences(before, after, "" if name == "config" else f"{name}.")
+        elif name == "code":
+            lines.append("its code")
+        else:
+            lines.append(f"{name}: {canonical(before).decode()} -> {canonical(after).decode()}")
+    return lines

@@ -1,0 +1,194 @@
+"""What made an artifact, written into the artifact itself, and the only way to write one.
+
+An artifact carries a small record under the name ``draftline``: Parquet schema metadata, safetensors ``__metadata__``,
+a JSON field, a PNG text chunk or a JSON script element of an HTML page::
+
+    {"rule": "tokens", "id": "9f...", "settings": "1c...", "inputs": {"results/completions/0000.parquet": "e3..."}}
+
+``settings`` names the settings file (`draftline.settings`), ``inputs`` the records of the artifacts that were read, and
+``id`` is a hash over these and the output's path. It holds no time and no host, so equal work gives equal files.
+
+Files are written beside their place and renamed, so a reader never meets half of one, whatever was killed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from draftline.errors import DraftlineError
+
+if TYPE_CHECKING:
+    import pyarrow
+    import torch
+
+KEY = "draftline"
+HTML_OPEN = f'<script type="application/json" id="{KEY}">'
+
+Record = dict[str, Any]
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys and no spaces: equal values give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def digest(value: Any) -> str:
+    """First 16 hex digits of the SHA-256 of `value`'s canonical JSON."""
+    return hashlib.sha256(canonical(value)).hexdigest()[:16]
+
+
+def identity(path: str, settings: str, inputs: Mapping[str, str]) -> str:
+    """Id of the job whose first output is `path`, from its settings hash and its inputs' ids (path -> id)."""
+    return digest([path, settings, dict(inputs)])
+
+
+def read(path: str | Path) -> Record:
+    """The record inside an artifact.
+
+    Raises DraftlineError with the path when the file is torn, of another kind, or not made by Draftline.
+    """
+    path = Path(path)
+    try:
+        record = _READERS[path.suffix](path)
+    except FileNotFoundError:
+        raise DraftlineError(f"{path}: no such file; make it with: snakemake {path}") from None
+    except (OSError, ValueError, KeyError, struct.error) as error:
+        raise DraftlineError(f"{path}: damaged or cut short ({error}); delete it and run again") from None
+    if not isinstance(record, dict) or not {"rule", "id", "settings", "inputs"} <= record.keys():
+        raise DraftlineError(f"{path}: was not made by Draftline (no record inside); move it away and run again")
+    return record
+
+
+def _read_json(path: Path) -> Any:
+    return orjson.loads(path.read_bytes()).get(KEY)
+
+
+def _read_parquet(path: Path) -> Any:
+    import pyarrow.parquet
+
+    metadata = pyarrow.parquet.read_schema(path).metadata or {}
+    text = metadata.get(KEY.encode())
+    return text and orjson.loads(text)
+
+
+def _read_safetensors(path: Path) -> Any:
+    text = safetensors_header(path).get("__metadata__", {}).get(KEY)
+    return text and orjson.loads(text)
+
+
+def safetensors_header(path: str | Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file, checked against the file's size. ValueError when the file is cut."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        size = os.fstat(file.fileno()).st_size
+        if length > size - 8:
+            raise ValueError("header longer than the file")
+        header = orjson.loads(file.read(length))
+    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    if size != 8 + length + end:
+        raise ValueError(f"{size} bytes where its header says {8 + length + end}")
+    return header
+
+
+def _read_png(path: Path) -> Any:
+    with open(path, "rb") as file:
+        if file.read(8) != b"\x89PNG\r\n\x1a\n":
+            raise ValueError("not a PNG")
+        while True:
+            length, kind = struct.unpack(">I4s", file.read(8))
+            data = file.read(length)
+            file.read(4)
+            if kind == b"tEXt" and data.startswith(KEY.encode() + b"\0"):
+                return orjson.loads(data.split(b"\0", 1)[1])
+            if kind == b"IEND":
+                return None
+
+
+def _read_html(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    if not text.rstrip().endswith("</html>"):
+        raise ValueError("the page has no end")
+    start = text.index(HTML_OPEN) + len(HTML_OPEN)
+    return orjson.loads(text[start : text.index("</script>", start)])
+
+
+_READERS = {
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".safetensors": _read_safetensors,
+    ".png": _read_png,
+    ".html": _read_html,
+}
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary path beside `path`; what is written there takes `path`'s place when the block ends without error."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, value: Mapping[str, Any], record: Record) -> None:
+    """Write a JSON artifact: `value`'s keys, then the record."""
+    with replacing(path) as temporary:
+        options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+        temporary.write_bytes(orjson.dumps({**value, KEY: record}, option=options))
+
+
+def write_parquet(
+    path: str | Path, table: "pyarrow.Table", record: Record, facts: Mapping[str, Any] | None = None
+) -> None:
+    """Write a Parquet artifact (zstd). `facts` become further JSON values of the schema metadata."""
+    import pyarrow.parquet
+
+    metadata = {name: orjson.dumps(value) for name, value in {**(facts or {}), KEY: record}.items()}
+    with replacing(path) as temporary:
+        pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), temporary, compression="zstd")
+
+
+def read_parquet(path: str | Path, columns: list[str] | None = None) -> "pyarrow.Table":
+    """A Parquet artifact as a table; DraftlineError with the path when it is torn or not ours."""
+    import pyarrow
+    import pyarrow.parquet
+
+    read(path)
+    try:
+        return pyarrow.parquet.read_table(path, columns=columns)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DraftlineError(f"{path}: damaged or cut short ({error}); delete it and run again") from None
+
+
+def parquet_facts(path: str | Path, name: str) -> Any:
+    """The value that `write_parquet` stored as ``facts[name]``; None when there is none."""
+    import pyarrow.parquet
+
+    read(path)
+    text = (pyarrow.parquet.read_schema(path).metadata or {}).get(name.encode())
+    return orjson.loads(text) if text is not None else None
+
+
+def write_safetensors(
+    path: str | Path, tensors: "Mapping[str, torch.Tensor]", record: Record, facts: Mapping[str, Any] | None = None
+) -> None:
+    """Write a safetensors artifact. `facts` become further JSON values of ``__metadata__`` (strings stay as they are)."""
+    from safetensors.torch import save_file
+
+    metadata = {n: v if isinstance(v, str) else orjson.dumps(v).decode() for n, v in (facts or {}).items()}
+    metadata[KEY] = canonical(record).decode()
+    with replacing(path) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)

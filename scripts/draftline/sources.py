@@ -1,0 +1,80 @@
+"""Identity of what comes from outside: target, prompt files, evaluation sets. Cheap enough to be asked at every start.
+
+What is not at hand yet counts as absent, so that a plan can be drawn before target or prompts arrive.
+"""
+
+import glob
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draftline.config import locate
+from draftline.settings import file_digest
+
+ABSENT = "absent"
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+SAMPLES = 16
+SAMPLE_BYTES = 65536
+
+
+def prompts(sources: Mapping[str, Any], workflow: Path, cache: Path) -> dict[str, str]:
+    """SHA-256 of each prompt file, by source and file name."""
+    found = {}
+    for name, source in sources.items():
+        for number, path in enumerate(prompt_files(source["paths"], workflow)):
+            found[f"{name}/{number}/{path.name}"] = file_digest(path, cache) if path.is_file() else ABSENT
+    return found
+
+
+def prompt_files(paths: str | list[str], workflow: Path) -> list[Path]:
+    """Files of a source: each path, with ``*`` expanded and sorted. A path that matches nothing is given as it stands."""
+    found: list[Path] = []
+    for pattern in [paths] if isinstance(paths, str) else paths:
+        place = locate(pattern, workflow)
+        matches = sorted(map(Path, glob.glob(str(place))))
+        if not matches and not Path(pattern).is_absolute():
+            matches = sorted(map(Path, glob.glob(str(workflow / pattern))))
+        found += matches or [place]
+    return found
+
+
+def bench(bench: Mapping[str, Any], workflow: Path, cache: Path) -> dict[str, str]:
+    """SHA-256 of an evaluation set's file; a package is pinned by its own in the config."""
+    if "path" not in bench:
+        return {}
+    path = locate(bench["path"], workflow)
+    return {path.name: file_digest(path, cache) if path.is_file() else ABSENT}
+
+
+def target(target: Mapping[str, Any], workflow: Path, cache: Path) -> dict[str, str]:
+    """What identifies the target's files: small files and GGUF whole, safetensors shards by size, header and samples.
+
+    Hub ids and packages are pinned by revision and SHA-256 in the config.
+    """
+    found = {}
+    if "path" in target:
+        folder = locate(target["path"], workflow)
+        files = sorted(path for pattern in SMALL_FILES for path in folder.glob(pattern))
+        found.update({path.name: file_digest(path, cache) for path in files})
+        found.update({path.name: _sampled_digest(path) for path in sorted(folder.glob("*.safetensors"))})
+        found = found or {"target": ABSENT}
+    if "gguf" in target:
+        path = locate(target["gguf"], workflow)
+        found[path.name] = file_digest(path, cache) if path.is_file() else ABSENT
+    if target.get("chat_template"):
+        path = locate(target["chat_template"], workflow)
+        found["chat_template"] = file_digest(path, cache) if path.is_file() else ABSENT
+    return found
+
+
+def _sampled_digest(path: Path) -> str:
+    """SHA-256 over a large file's size, its beginning and `SAMPLES` evenly spaced blocks: retrained weights differ in all."""
+    size = path.stat().st_size
+    value = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        value.update(file.read(1 << 20))
+        for n in range(SAMPLES):
+            file.seek(size * n // SAMPLES)
+            value.update(file.read(SAMPLE_BYTES))
+    return value.hexdigest()

@@ -1,0 +1,1 @@
+from draftline.cli import Command
