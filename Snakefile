@@ -16,18 +16,26 @@ include: "rules/evaluate.smk"
 include: "rules/report.smk"
 
 
+EVERYTHING = [
+    TARGET,
+    PROMPTS,
+    COMPLETIONS,
+    TOKENS,
+    STATS,
+    GATES,
+    HIDDEN_STATES,
+    DRAFTERS,
+    BENCHES,
+    EVALUATIONS,
+    REPORT,
+]
+
+
 rule all:
     """Every artifact that is kept."""
     default_target: True
     input:
-        TARGET,
-        PROMPTS,
-        COMPLETIONS,
-        TOKENS,
-        GATES,
-        STATS,
-        HIDDEN_STATES,
-        DRAFTERS,
-        BENCHES,
-        EVALUATIONS,
-        "results/report.html",
+        EVERYTHING,
+
+
+PLAN.announce(flatten(EVERYTHING))

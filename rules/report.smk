@@ -3,6 +3,8 @@
 report  all of the above -> results/report.html
 """
 
+REPORT = "results/report.html"
+
 
 rule report:
     """Draw the report."""
@@ -18,7 +20,7 @@ rule report:
         metrics=artifacts(lambda wildcards: list(DRAFTERS[0])),
         evaluations=artifacts(lambda wildcards: list(flatten(EVALUATIONS))),
     output:
-        report="results/report.html",
+        report=REPORT,
     log:
         "results/logs/report/report.log",
     benchmark:

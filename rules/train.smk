@@ -15,6 +15,7 @@ GATES = [
 ]
 DRAFTERS = [
     expand("results/drafters/{drafter}/segments/{segment}/metrics.parquet", drafter=MODELS, segment=SEGMENTS),
+    expand("results/drafters/{drafter}/segments/{segment}/state.safetensors", drafter=MODELS, segment=SEGMENTS[-1]),
     expand("results/drafters/{drafter}/model/{file}", drafter=MODELS, file=["model.safetensors", "config.json", "README.md"]),
     [
         f"results/drafters/{drafter}/segments/{segment}/weights.safetensors"

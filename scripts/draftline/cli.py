@@ -83,14 +83,24 @@ class Command:
         """An artifact that the command reads, as ``--{name}`` (several with `many`)."""
         self._inputs.append(name)
         self._parser.add_argument(
-            f"--{name.replace('_', '-')}", dest=name, required=True, nargs="*" if many else None, metavar="FILE", help=help
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            required=True,
+            nargs="*" if many else None,
+            metavar="FILE",
+            help=help,
         )
 
     def output(self, name: str, many: bool = False, help: str | None = None) -> None:
         """An artifact that the command writes. The first one declared names the job in the record."""
         self._outputs.append(name)
         self._parser.add_argument(
-            f"--{name.replace('_', '-')}", dest=name, required=True, nargs="*" if many else None, metavar="FILE", help=help
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            required=True,
+            nargs="*" if many else None,
+            metavar="FILE",
+            help=help,
         )
 
     def option(self, name: str, **how: Any) -> None:
@@ -125,7 +135,9 @@ class Command:
     def _job(self, options: dict[str, Any]) -> Job:
         settings = load(options.pop("settings"))
         if settings["rule"] != self.rule:
-            raise DraftlineError(f"--settings: is for rule {settings['rule']}, not {self.rule}; pass {self.rule}'s file")
+            raise DraftlineError(
+                f"--settings: is for rule {settings['rule']}, not {self.rule}; pass {self.rule}'s file"
+            )
         if settings["code"] != fingerprint(self.rule):
             raise DraftlineError(
                 f"scripts/: the code of {self.rule} changed after this run was planned; start the run again"

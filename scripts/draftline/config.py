@@ -27,7 +27,11 @@ def check_schema(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
         known = ", ".join(sorted(error.schema["properties"]))
         key = ".".join([*map(str, error.absolute_path), unknown[0]])
         raise DraftlineError(f"config: {key}: no such key; known here: {known}")
-    if "pattern" in error.schema and error.validator == "pattern" and error.schema["pattern"].startswith("^[A-Za-z0-9]["):
+    if (
+        "pattern" in error.schema
+        and error.validator == "pattern"
+        and error.schema["pattern"].startswith("^[A-Za-z0-9][")
+    ):
         raise DraftlineError(
             f"config: {key}.{error.instance}: not a plain file name; use letters, digits, '-' and '_' only"
         )
@@ -53,9 +57,13 @@ def check(config: Mapping[str, Any]) -> None:
             raise DraftlineError(f"{key}: this name is taken by a baseline; choose another")
         types = drafter["layer_types"]
         if types is not None and len(types) != drafter["layers"]:
-            raise DraftlineError(f"{key}.layer_types: {len(types)} entries for {drafter['layers']} layers; give one each")
+            raise DraftlineError(
+                f"{key}.layer_types: {len(types)} entries for {drafter['layers']} layers; give one each"
+            )
         if types is not None and "sliding_attention" in types and drafter["sliding_window"] is None:
-            raise DraftlineError(f"{key}.sliding_window: missing, but layer_types has sliding_attention; give the window")
+            raise DraftlineError(
+                f"{key}.sliding_window: missing, but layer_types has sliding_attention; give the window"
+            )
         late = [n for n in drafter["checkpoints"] if n > config["segments"]]
         if late:
             raise DraftlineError(f"{key}.checkpoints: {late[0]}: there are only {config['segments']} segments")

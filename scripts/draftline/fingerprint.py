@@ -41,7 +41,7 @@ def _source(module: str) -> Path | None:
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _module(path: Path, mtime_ns: int, size: int) -> tuple[str, tuple[str, ...]]:
     text = path.read_text(encoding="utf-8")
     package = ".".join(path.relative_to(SCRIPTS).parts[:-1])

@@ -20,5 +20,7 @@ def layer_ids(layers: int | list[int], num_layers: int, key: str) -> list[int]:
     if ids != sorted(set(ids)):
         raise DraftlineError(f"config: {key}: {ids}: must be ascending and without repeats")
     if ids[0] < 0 or ids[-1] > num_layers - 2:
-        raise DraftlineError(f"config: {key}: {ids}: a target of {num_layers} layers can be tapped at 0..{num_layers - 2}")
+        raise DraftlineError(
+            f"config: {key}: {ids}: a target of {num_layers} layers can be tapped at 0..{num_layers - 2}"
+        )
     return ids

@@ -4,6 +4,7 @@ The graph is taken from Snakemake's rules themselves: an input made by `Plan.art
 reader sees is the only place where an edge is written.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -20,12 +21,12 @@ from draftline import sources
 from draftline.config import check, check_schema
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
-from draftline.layers import layer_ids
-from draftline.provenance import canonical, digest, read
+from draftline.provenance import canonical, digest
 from draftline.settings import ROOT, cut, settings_hash, write
 from draftline.staleness import Node, Staleness
 from draftline.visits import segment_visits
 
+STALE = Path("results/.resume/stale.json")
 RUN_FILE = "DRAFTLINE_RUN"
 """Environment variable with the path of the run's resolved config; set by the main process, read by its jobs."""
 
@@ -79,7 +80,7 @@ KIND_OF_WORK = {
 def resolve(config: dict[str, Any], workflow: Path, validate: Callable[..., None], main: bool) -> dict[str, Any]:
     """The config with defaults, checked. A job of a running workflow takes the one that its main process resolved."""
     if not main and os.environ.get(RUN_FILE):
-        return json.loads(Path(os.environ[RUN_FILE]).read_text(encoding="utf-8"))["config"]
+        return dict(json.loads(Path(os.environ[RUN_FILE]).read_text(encoding="utf-8"))["config"])
     schema = workflow / "schemas" / "config.schema.yaml"
     check_schema(config, yaml.safe_load(schema.read_text(encoding="utf-8")))
     validate(config, str(schema))
@@ -268,7 +269,7 @@ class Plan:
         kind = KIND_OF_WORK.get(rule, "light")
         if name == "gpus" and self.config["run"]["device"] == "cpu":
             return 0
-        return self.config["run"].get(kind, {}).get(name, RESOURCES[kind][name])
+        return int(self.config["run"].get(kind, {}).get(name, RESOURCES[kind][name]))
 
     def segment_visits(self, drafter: str, segment: int) -> list[tuple[int, str, str]]:
         """(epoch, shard, part) visits of a training segment."""
@@ -284,32 +285,54 @@ class Plan:
     # What is stale ----------------------------------------------------------------------------------------------------
 
     def announce(self, paths: Iterable[str]) -> None:
-        """Say on the terminal which existing artifacts no longer match, why, and what making them again costs."""
+        """Say on the terminal which existing artifacts will be made again, why, and what that costs.
+
+        The foreign ones are listed in results/.resume/stale.json with the id that they would get, for scripts/accept.py.
+        """
+        if not self.main:
+            return
         again: dict[str, list[str]] = defaultdict(list)
         for path in paths:
-            if self.main and os.path.exists(path) and self.staleness.pending(path):
+            if os.path.exists(path) and self.staleness.pending(path):
                 again[self.node(path).rule].append(path)
         for rule, found in again.items():
-            seconds = sum(self._seconds(path) for path in found)
+            seconds = sum({log: self._seconds(log) for path in found if (log := self._run_record(path))}.values())
             gpus = self.resource(rule, "gpus")
-            cost = f"{seconds / 3600 * max(gpus, 1):.2g} {'GPU' if gpus else 'CPU'}-hours" if seconds else "no time on record"
+            cost = (
+                f"{seconds / 3600 * max(gpus, 1):.2g} {'GPU' if gpus else 'CPU'}-hours" if seconds else "time unknown"
+            )
             reason = next((why for path in found if (why := self._why(path))), "something that it is made from")
             print(f"stale: {rule}: {len(found)} to be made again ({cost}) because of {reason}", file=sys.stderr)
+        stale = {
+            path: {"id": self.staleness.due(path), "settings": self.node(path).settings}
+            for found in again.values()
+            for path in found
+            if self.staleness.foreign(path)
+        }
+        with contextlib.suppress(OSError):
+            STALE.parent.mkdir(parents=True, exist_ok=True)
+            STALE.write_text(json.dumps(stale, indent=1), encoding="utf-8")
 
-    def _seconds(self, path: str) -> float:
-        record = _record(path)
-        for log in Path("results/logs").glob(f"{record.get('rule', '-')}/*.run.json"):
-            try:
-                facts = json.loads(log.read_text())
-            except (OSError, ValueError):
-                continue
-            if facts["id"] == record["id"]:
-                return facts["seconds"]
-        return 0.0
+    def _run_record(self, path: str) -> Path | None:
+        """Where the job that made `path` noted its time, if that note is of this very artifact."""
+        for rule in self.rules:
+            for output in rule.output:
+                match = output.match(path)
+                if match and len(rule.log):
+                    log = Path(_plain(rule.log[0]).format(**match.groupdict())).with_suffix(".run.json")
+                    return log if log.exists() else None
+        return None
+
+    @staticmethod
+    def _seconds(log: Path) -> float:
+        try:
+            return float(json.loads(log.read_text())["seconds"])
+        except (OSError, ValueError, KeyError):
+            return 0.0
 
     def _why(self, path: str) -> str | None:
         """What changed in the settings of an artifact, by comparing its settings file with the one it would get."""
-        node, record = self.node(path), _record(path)
+        node, record = self.node(path), self.staleness.record(path)
         if record.get("settings") in (None, node.settings):
             return None
         name = next((n for n in Path(ROOT).glob(f"*/{record['settings']}.json")), None)
@@ -323,13 +346,6 @@ class Plan:
 def _plain(pattern: Any) -> str:
     """An output pattern without its wildcards' constraints."""
     return re.sub(r"\{(\w+),[^}]*\}", r"{\1}", str(pattern))
-
-
-def _record(path: str) -> dict[str, Any]:
-    try:
-        return read(path)
-    except DraftlineError:
-        return {}
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -90,7 +91,7 @@ def safetensors_header(path: str | Path) -> dict[str, Any]:
         size = os.fstat(file.fileno()).st_size
         if length > size - 8:
             raise ValueError("header longer than the file")
-        header = orjson.loads(file.read(length))
+        header: dict[str, Any] = orjson.loads(file.read(length))
     end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     if size != 8 + length + end:
         raise ValueError(f"{size} bytes where its header says {8 + length + end}")
@@ -192,3 +193,43 @@ def write_safetensors(
     metadata[KEY] = canonical(record).decode()
     with replacing(path) as temporary:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+        _sort_header(temporary)
+
+
+def _sort_header(path: Path) -> None:
+    """Put a safetensors header's metadata in order, in place: the library writes it in the order of a random hash."""
+    header = safetensors_header(path)
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    with open(path, "r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        file.write(orjson.dumps(header).ljust(length))
+
+
+def restamp(path: str | Path, record: Record) -> None:
+    """Replace the record inside an artifact and leave the rest as it is."""
+    path = Path(path)
+    read(path)
+    if path.suffix == ".json":
+        write_json(
+            path, {name: value for name, value in orjson.loads(path.read_bytes()).items() if name != KEY}, record
+        )
+    elif path.suffix == ".parquet":
+        table = read_parquet(path)
+        facts = {name.decode(): orjson.loads(value) for name, value in table.schema.metadata.items()}
+        write_parquet(path, table, record, facts | {KEY: record})
+    elif path.suffix == ".safetensors":
+        _restamp_safetensors(path, record)
+    else:
+        raise DraftlineError(f"{path}: a {path.suffix} file is cheap to make again; delete it instead of accepting it")
+
+
+def _restamp_safetensors(path: Path, record: Record) -> None:
+    header = safetensors_header(path)
+    header["__metadata__"][KEY] = canonical(record).decode()
+    text = orjson.dumps(header)
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as temporary, open(path, "rb") as old, open(temporary, "wb") as new:
+        (length,) = struct.unpack("<Q", old.read(8))
+        old.seek(8 + length)
+        new.write(struct.pack("<Q", len(text)) + text)
+        shutil.copyfileobj(old, new, 1 << 24)

@@ -57,7 +57,7 @@ def load(path: str | Path) -> dict[str, Any]:
     """Values of a settings file, checked against its name."""
     path = Path(path)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DraftlineError(f"{path}: no such settings file; start the run again to write it") from None
     except ValueError as error:

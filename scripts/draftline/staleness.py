@@ -6,6 +6,7 @@ modification times, no records of Snakemake's. So a lost ``.snakemake``, a fresh
 undoing are all the same as nothing.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,28 +32,30 @@ class Staleness:
     def __init__(self, node: Callable[[str], Node]) -> None:
         self._node = node
         self._wanted: dict[str, str] = {}
-        self._actual: dict[str, str | None] = {}
+        self._records: dict[str, provenance.Record] = {}
         self._pending: dict[str, bool] = {}
 
     def wanted(self, path: str) -> str:
-        """The id that `path` carries once it is up to date."""
+        """The id that `path` carries once it is up to date: its present one where that was accepted in place of the new."""
         if path not in self._wanted:
-            node = self._node(path)
-            self._wanted[path] = provenance.identity(
-                node.first, node.settings, {name: self.wanted(name) for name in node.inputs}
-            )
+            wanted, record = self.due(path), self.record(path)
+            accepted = record.get("accepted", {}).get("id") == wanted
+            self._wanted[path] = record["id"] if accepted else wanted
         return self._wanted[path]
 
-    def actual(self, path: str) -> str | None:
-        """The id that `path` carries; None when there is no such file, or when it is torn or not ours."""
-        if path not in self._actual:
-            self._actual[path] = None
+    def due(self, path: str) -> str:
+        """The id that `path` would get if it were made now."""
+        node = self._node(path)
+        return provenance.identity(node.first, node.settings, {name: self.wanted(name) for name in node.inputs})
+
+    def record(self, path: str) -> provenance.Record:
+        """The record that `path` carries; empty when there is no such file, or when it is torn or not ours."""
+        if path not in self._records:
+            self._records[path] = {}
             if os.path.exists(path):
-                try:
-                    self._actual[path] = provenance.read(path)["id"]
-                except DraftlineError:
-                    pass
-        return self._actual[path]
+                with contextlib.suppress(DraftlineError):
+                    self._records[path] = provenance.read(path)
+        return self._records[path]
 
     def foreign(self, path: str) -> bool:
         """`path` carries another id than what would be made now.
@@ -60,7 +63,7 @@ class Staleness:
         A file without a readable record counts as present: whoever reads it refuses it by its path, because remaking it
         unasked would hide the damage.
         """
-        return self.actual(path) not in (None, self.wanted(path))
+        return bool(self.record(path)) and self.record(path)["id"] != self.wanted(path)
 
     def pending(self, path: str) -> bool:
         """`path`, or something it is made from, is missing or foreign. Temporary artifacts may be missing."""

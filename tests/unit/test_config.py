@@ -1,0 +1,79 @@
+"""A config that cannot work is refused before anything runs, by key and value."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+from snakemake.utils import validate
+
+from draftline.config import check, check_schema
+from draftline.errors import DraftlineError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCHEMA = ROOT / "schemas" / "config.schema.yaml"
+
+
+def checked(change=None):
+    config = yaml.safe_load((ROOT / "config.yaml").read_text())
+    (change or (lambda config: None))(config)
+    check_schema(config, yaml.safe_load(SCHEMA.read_text()))
+    validate(config, str(SCHEMA))
+    check(config)
+    return config
+
+
+def put(path, value):
+    def change(config):
+        *parents, last = path.split(".")
+        for name in parents:
+            config = config.setdefault(name, {})
+        config[last] = copy.deepcopy(value)
+
+    return change
+
+
+def test_the_default_config_is_right_and_gets_its_defaults():
+    config = checked()
+    assert config["completions"]["sampling"]["top_p"] == 1
+    assert config["drafters"]["demo"]["weight_decay"] == 0
+
+
+@pytest.mark.parametrize("preset", sorted((ROOT / "presets").glob("*.yaml")), ids=lambda path: path.stem)
+def test_presets_are_right(preset):
+    checked(lambda config: (config.clear(), config.update(yaml.safe_load(preset.read_text()))))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("completions.temperature", 1, "completions.temperature: no such key; known here: "),
+        ("drafters.demo.lr", "fast", "drafters.demo.lr: 'fast': "),
+        ("drafters.demo.block_size", 1, "drafters.demo.block_size: 1: "),
+        ("drafters.a b", {}, "drafters.a b: not a plain file name"),
+        ("drafters.untrained", {}, "drafters.untrained: this name is taken"),
+        ("benches.a/b", {"path": "x.jsonl"}, "benches.a/b: not a plain file name"),
+        (
+            "hidden_states.layers",
+            [0, 29],
+            r"hidden_states.layers: \[0, 29\]: a target of 30 layers can be tapped at 0..28",
+        ),
+        ("hidden_states.layers", [5, 3], r"hidden_states.layers: \[5, 3\]: must be ascending"),
+        ("target", {"path": "x", "gguf": "y"}, "target: needs exactly one of: path"),
+        ("target", {"hub": "a/b"}, "target: needs exactly one of: path | hub\\+revision"),
+        ("prompts.decontaminate", ["gsm8k"], "prompts.decontaminate: gsm8k: no such bench; known: humaneval, fresh"),
+        ("mask_gate.waive", [{"source": "x", "reason": "because it is so"}], "mask_gate.waive: x: no such source"),
+        ("drafters.demo.checkpoints", [3], "drafters.demo.checkpoints: 3: there are only 2 segments"),
+        ("drafters.demo.layer_types", ["full_attention"], "drafters.demo.layer_types: 1 entries for 2 layers"),
+        ("segments", 1000, "segments: 1000: drafter demo has only"),
+    ],
+)
+def test_wrong_values_are_named(key, value, message):
+    with pytest.raises(DraftlineError, match=f"config: {message}") as caught:
+        checked(put(key, value))
+    assert str(caught.value).count("\n") <= 1
+
+
+def test_a_missing_section_is_named():
+    with pytest.raises(DraftlineError, match="drafters is missing"):
+        checked(lambda config: config.pop("drafters"))
