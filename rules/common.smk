@@ -8,16 +8,13 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 
-import yaml
 from snakemake.utils import validate
 
 WORKFLOW = Path(workflow.basedir)
 sys.path.insert(0, str(WORKFLOW / "scripts"))
 
-from draftline import config as checks
 from draftline import plan
 from draftline.errors import DraftlineError
 
@@ -79,3 +76,15 @@ def command(rule):
 def need(rule, resource):
     """A resource of a rule: from `run.{rule}` of the config, else the plan's estimate."""
     return PLAN.resource(rule, resource)
+
+
+def previous_state(wildcards):
+    """State of the segment before, none for the first."""
+    before = int(wildcards.segment) - 1
+    return [f"results/drafters/{wildcards.drafter}/segments/{before}/state.safetensors"] if before else []
+
+
+def segment_parts(wildcards):
+    """The parts of hidden states that a segment reads, in its order, each once."""
+    visits = PLAN.segment_visits(wildcards.drafter, int(wildcards.segment))
+    return list(dict.fromkeys(f"results/hidden_states/{shard}/{part}.safetensors" for _, shard, part in visits))

@@ -23,14 +23,14 @@ rule canary:
         "results/benchmarks/canary/canary.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("canary"),
     threads: 2
     resources:
         gpu=need("canary", "gpus"),
         mem_mb=need("canary", "mem_mb"),
         runtime=need("canary", "runtime"),
         disk_mb=need("canary", "disk_mb"),
+    params:
+        command=command("canary"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --manifest {input.manifest:q} --tokenizer {input.tokenizer:q} --prompts {input.prompts:q}"
@@ -53,14 +53,14 @@ rule completions:
         "results/benchmarks/completions/{shard}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("completions"),
     threads: 2
     resources:
         gpu=need("completions", "gpus"),
         mem_mb=need("completions", "mem_mb"),
         runtime=need("completions", "runtime"),
         disk_mb=need("completions", "disk_mb"),
+    params:
+        command=command("completions"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --manifest {input.manifest:q} --tokenizer {input.tokenizer:q} --prompts {input.prompts:q}"
@@ -82,14 +82,14 @@ rule bench_completions:
         "results/benchmarks/bench_completions/{bench}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("bench_completions"),
     threads: 2
     resources:
         gpu=need("bench_completions", "gpus"),
         mem_mb=need("bench_completions", "mem_mb"),
         runtime=need("bench_completions", "runtime"),
         disk_mb=need("bench_completions", "disk_mb"),
+    params:
+        command=command("bench_completions"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --manifest {input.manifest:q} --tokenizer {input.tokenizer:q} --prompts {input.prompts:q}"

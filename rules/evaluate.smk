@@ -34,14 +34,14 @@ rule evaluate:
         "results/benchmarks/evaluate/{drafter}-{bench}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("evaluate"),
     threads: 2
     resources:
         gpu=need("evaluate", "gpus"),
         mem_mb=need("evaluate", "mem_mb"),
         runtime=need("evaluate", "runtime"),
         disk_mb=need("evaluate", "disk_mb"),
+    params:
+        command=command("evaluate"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --drafter {wildcards.drafter:q} --bench {wildcards.bench:q}"
@@ -66,14 +66,14 @@ rule evaluate_checkpoint:
         "results/benchmarks/evaluate_checkpoint/{drafter}-{segment}-{bench}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("evaluate_checkpoint"),
     threads: 2
     resources:
         gpu=need("evaluate_checkpoint", "gpus"),
         mem_mb=need("evaluate_checkpoint", "mem_mb"),
         runtime=need("evaluate_checkpoint", "runtime"),
         disk_mb=need("evaluate_checkpoint", "disk_mb"),
+    params:
+        command=command("evaluate_checkpoint"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --drafter {wildcards.drafter:q} --bench {wildcards.bench:q}"
@@ -98,14 +98,14 @@ rule evaluate_baseline:
         "results/benchmarks/evaluate_baseline/{baseline}-{bench}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("evaluate_baseline"),
     threads: 2
     resources:
         gpu=need("evaluate_baseline", "gpus"),
         mem_mb=need("evaluate_baseline", "mem_mb"),
         runtime=need("evaluate_baseline", "runtime"),
         disk_mb=need("evaluate_baseline", "disk_mb"),
+    params:
+        command=command("evaluate_baseline"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --baseline {wildcards.baseline:q} --bench {wildcards.bench:q}"

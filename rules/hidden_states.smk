@@ -28,14 +28,14 @@ rule hidden_states:
         "results/benchmarks/hidden_states/{shard}-{part}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("hidden_states"),
     threads: 2
     resources:
         gpu=need("hidden_states", "gpus"),
         mem_mb=need("hidden_states", "mem_mb"),
         runtime=need("hidden_states", "runtime"),
         disk_mb=need("hidden_states", "disk_mb"),
+    params:
+        command=command("hidden_states"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --manifest {input.manifest:q} --tokens {input.tokens:q} --part {wildcards.part} --output {output.states:q}"
@@ -55,14 +55,14 @@ rule hidden_states_gate:
         "results/benchmarks/hidden_states_gate/hidden_states_gate.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("hidden_states_gate"),
     threads: 2
     resources:
         gpu=need("hidden_states_gate", "gpus"),
         mem_mb=need("hidden_states_gate", "mem_mb"),
         runtime=need("hidden_states_gate", "runtime"),
         disk_mb=need("hidden_states_gate", "disk_mb"),
+    params:
+        command=command("hidden_states_gate"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --manifest {input.manifest:q} --states {input.states:q} --output {output.gate:q}"
@@ -82,14 +82,14 @@ rule bench_hidden_states:
         "results/benchmarks/bench_hidden_states/{bench}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("bench_hidden_states"),
     threads: 2
     resources:
         gpu=need("bench_hidden_states", "gpus"),
         mem_mb=need("bench_hidden_states", "mem_mb"),
         runtime=need("bench_hidden_states", "runtime"),
         disk_mb=need("bench_hidden_states", "disk_mb"),
+    params:
+        command=command("bench_hidden_states"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --manifest {input.manifest:q} --completions {input.completions:q} --output {output.states:q}"

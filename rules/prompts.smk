@@ -19,14 +19,14 @@ rule bench_prompts:
         "results/benchmarks/bench_prompts/{bench}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("bench_prompts"),
     threads: 1
     resources:
         gpu=0,
         mem_mb=need("bench_prompts", "mem_mb"),
         runtime=need("bench_prompts", "runtime"),
         disk_mb=need("bench_prompts", "disk_mb"),
+    params:
+        command=command("bench_prompts"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
         " --bench {wildcards.bench:q} --output {output.prompts:q}"
@@ -47,14 +47,14 @@ rule prompts:
         "results/benchmarks/prompts/prompts.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("prompts"),
     threads: 1
     resources:
         gpu=0,
         mem_mb=need("prompts", "mem_mb"),
         runtime=need("prompts", "runtime"),
         disk_mb=need("prompts", "disk_mb"),
+    params:
+        command=command("prompts"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
         " --manifest {input.manifest:q} --tokenizer {input.tokenizer:q} --benches {input.benches:q}"

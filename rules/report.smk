@@ -27,14 +27,14 @@ rule report:
         "results/benchmarks/report/report.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("report"),
     threads: 1
     resources:
         gpu=0,
         mem_mb=need("report", "mem_mb"),
         runtime=need("report", "runtime"),
         disk_mb=need("report", "disk_mb"),
+    params:
+        command=command("report"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
         " --manifest {input.manifest:q} --tokenizer {input.tokenizer:q} --prompts {input.prompts:q}"

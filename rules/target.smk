@@ -20,14 +20,14 @@ rule target:
         "results/benchmarks/target/target.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("target"),
     threads: 2
     resources:
         gpu=0,
         mem_mb=need("target", "mem_mb"),
         runtime=need("target", "runtime"),
         disk_mb=need("target", "disk_mb"),
+    params:
+        command=command("target"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
         " --manifest {output.manifest:q} --heads {output.heads:q} --tokenizer {output.tokenizer:q}"

@@ -25,14 +25,14 @@ rule tokens:
         "results/benchmarks/tokens/{shard}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("tokens"),
     threads: 1
     resources:
         gpu=0,
         mem_mb=need("tokens", "mem_mb"),
         runtime=need("tokens", "runtime"),
         disk_mb=need("tokens", "disk_mb"),
+    params:
+        command=command("tokens"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
         " --manifest {input.manifest:q} --tokenizer {input.tokenizer:q} --completions {input.completions:q}"
@@ -54,14 +54,14 @@ rule mask_gate_shard:
         "results/benchmarks/mask_gate_shard/{shard}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("mask_gate_shard"),
     threads: 1
     resources:
         gpu=0,
         mem_mb=need("mask_gate_shard", "mem_mb"),
         runtime=need("mask_gate_shard", "runtime"),
         disk_mb=need("mask_gate_shard", "disk_mb"),
+    params:
+        command=command("mask_gate_shard"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
         " --manifest {input.manifest:q} --tokenizer {input.tokenizer:q} --tokens {input.tokens:q}"
@@ -83,14 +83,14 @@ rule mask_stats:
         "results/benchmarks/mask_stats/mask_stats.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("mask_stats"),
     threads: 1
     resources:
         gpu=0,
         mem_mb=need("mask_stats", "mem_mb"),
         runtime=need("mask_stats", "runtime"),
         disk_mb=need("mask_stats", "disk_mb"),
+    params:
+        command=command("mask_stats"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
         " --tokens {input.tokens:q} --mask {output.mask:q} --labels {output.labels:q} --picture {output.picture:q}"
@@ -111,14 +111,14 @@ rule mask_gate:
         "results/benchmarks/mask_gate/mask_gate.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("mask_gate"),
     threads: 1
     resources:
         gpu=0,
         mem_mb=need("mask_gate", "mem_mb"),
         runtime=need("mask_gate", "runtime"),
         disk_mb=need("mask_gate", "disk_mb"),
+    params:
+        command=command("mask_gate"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
         " --manifest {input.manifest:q} --tokenizer {input.tokenizer:q} --tokens {input.tokens:q}"

@@ -16,25 +16,17 @@ GATES = [
 DRAFTERS = [
     expand("results/drafters/{drafter}/segments/{segment}/metrics.parquet", drafter=MODELS, segment=SEGMENTS),
     expand("results/drafters/{drafter}/segments/{segment}/state.safetensors", drafter=MODELS, segment=SEGMENTS[-1]),
-    expand("results/drafters/{drafter}/model/{file}", drafter=MODELS, file=["model.safetensors", "config.json", "README.md"]),
+    expand(
+        "results/drafters/{drafter}/model/{file}",
+        drafter=MODELS,
+        file=["model.safetensors", "config.json", "README.md"],
+    ),
     [
         f"results/drafters/{drafter}/segments/{segment}/weights.safetensors"
         for drafter in MODELS
         for segment in config["drafters"][drafter]["checkpoints"]
     ],
 ]
-
-
-def previous_state(wildcards):
-    """State of the segment before, none for the first."""
-    before = int(wildcards.segment) - 1
-    return [f"results/drafters/{wildcards.drafter}/segments/{before}/state.safetensors"] if before else []
-
-
-def segment_parts(wildcards):
-    """The parts of hidden states that a segment reads, in its order, each once."""
-    visits = PLAN.segment_visits(wildcards.drafter, int(wildcards.segment))
-    return list(dict.fromkeys(f"results/hidden_states/{shard}/{part}.safetensors" for _, shard, part in visits))
 
 
 rule train_segment:
@@ -57,14 +49,14 @@ rule train_segment:
         "results/benchmarks/train_segment/{drafter}-{segment}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("train_segment"),
     threads: 2
     resources:
         gpu=need("train_segment", "gpus"),
         mem_mb=need("train_segment", "mem_mb"),
         runtime=need("train_segment", "runtime"),
         disk_mb=need("train_segment", "disk_mb"),
+    params:
+        command=command("train_segment"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --drafter {wildcards.drafter:q} --segment {wildcards.segment}"
@@ -95,14 +87,14 @@ rule keep_checkpoint:
         "results/benchmarks/keep_checkpoint/{drafter}-{segment}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("keep_checkpoint"),
     threads: 1
     resources:
         gpu=0,
         mem_mb=need("keep_checkpoint", "mem_mb"),
         runtime=need("keep_checkpoint", "runtime"),
         disk_mb=need("keep_checkpoint", "disk_mb"),
+    params:
+        command=command("keep_checkpoint"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
         " --state {input.state:q} --weights {output.weights:q}"
@@ -124,14 +116,14 @@ rule export:
         "results/benchmarks/export/{drafter}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("export"),
     threads: 1
     resources:
         gpu=0,
         mem_mb=need("export", "mem_mb"),
         runtime=need("export", "runtime"),
         disk_mb=need("export", "disk_mb"),
+    params:
+        command=command("export"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
         " --drafter {wildcards.drafter:q} --manifest {input.manifest:q} --state {input.state:q}"
@@ -154,14 +146,14 @@ rule export_gate:
         "results/benchmarks/export_gate/{drafter}.tsv"
     conda:
         "../envs/cpu.yaml"
-    params:
-        command=command("export_gate"),
     threads: 1
     resources:
         gpu=0,
         mem_mb=need("export_gate", "mem_mb"),
         runtime=need("export_gate", "runtime"),
         disk_mb=need("export_gate", "disk_mb"),
+    params:
+        command=command("export_gate"),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --log {log:q}"
         " --drafter {wildcards.drafter:q} --manifest {input.manifest:q} --heads {input.heads:q} --state {input.state:q}"
