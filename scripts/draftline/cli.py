@@ -28,7 +28,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from draftline import progress, provenance
@@ -44,7 +44,8 @@ class Job:
     """One run of a command.
 
     `config` is the part of the config that makes the artifact, in config's own nesting; `run` holds options that do not
-    (device, batch sizes); `paths` the values of the input, output and plain options; `record` goes into each output.
+    (device, batch sizes); `paths` the values of the input, output and plain options; `record` goes into each output;
+    `sources` identifies the files that come from outside (`draftline.sources`), as the run was planned with them.
     """
 
     rule: str
@@ -54,6 +55,13 @@ class Job:
     record: provenance.Record
     threads: int
     gpus: int
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def check_sources(self, found: dict[str, str]) -> None:
+        """Raise DraftlineError when a source file, as read, is not the one that the record will name."""
+        for name in sorted({*self.sources, *found}):
+            if found.get(name) != self.sources.get(name):
+                raise DraftlineError(f"{name}: this file changed after the run was planned; start the run again")
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -152,7 +160,8 @@ class Command:
             "settings": settings_id,
             "inputs": inputs,
         }
-        return Job(self.rule, settings["config"], run, options, record, threads, gpus)
+        sources = settings.get("sources", {})
+        return Job(self.rule, settings["config"], run, options, record, threads, gpus, sources)
 
 
 def _listed(value: str | list[str]) -> list[str]:
@@ -163,6 +172,8 @@ def _prepare(job: Job) -> None:
     """Threads for the libraries not yet imported, and a SIGTERM that lets files be cleaned up."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(job.threads)
+    # Threads that spin while they wait make a shared machine many times slower than threads that sleep.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -4,7 +4,6 @@ Every complaint names the key by its path, the value, and what to do.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from draftline.errors import DraftlineError
@@ -84,9 +83,3 @@ def check(config: Mapping[str, Any]) -> None:
                 f"config: segments: {config['segments']}: drafter {name} has only {parts * drafter['epochs']} part visits"
                 f" ({parts} parts x {drafter['epochs']} epochs); lower segments"
             )
-
-
-def locate(path: str, workflow: Path) -> Path:
-    """A path of the config: as it stands in the working directory, else beside the workflow."""
-    here = Path(path)
-    return here if here.is_absolute() or here.exists() else workflow / path

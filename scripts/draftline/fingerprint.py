@@ -13,6 +13,8 @@ SCRIPTS = Path(__file__).resolve().parent.parent
 OUTSIDE = frozenset(
     f"draftline.{name}" for name in ("cli", "errors", "fingerprint", "progress", "settings", "staleness", "table")
 )
+TEXTS = (".j2", ".css")
+"""Templates of a package count as its code."""
 
 
 def fingerprint(command: str) -> str:
@@ -27,6 +29,9 @@ def fingerprint(command: str) -> str:
         if path is None:
             continue
         seen[name], imports = _module(path, path.stat().st_mtime_ns, path.stat().st_size)
+        if path.name == "__init__.py":
+            texts = sorted(text for text in path.parent.iterdir() if text.suffix in TEXTS)
+            seen |= {f"{name}/{text.name}": hashlib.sha256(text.read_bytes()).hexdigest() for text in texts}
         queue.extend(imports)
     lines = "\n".join(f"{name} {digest}" for name, digest in sorted(seen.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]

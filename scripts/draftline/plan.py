@@ -46,11 +46,11 @@ KEYS: dict[str, list[str]] = {
     "bench_hidden_states": ["hidden_states.layers", "hidden_states.storage"],
     "train_segment": ["drafters.{drafter}", "segments", "shards", "hidden_states.parts_per_shard"],
     "keep_checkpoint": [],
-    "export": [],
+    "export": ["target.chat_template"],
     "export_gate": [],
-    "evaluate": ["evaluate.budgets", "evaluate.bootstrap", "evaluate.seed"],
-    "evaluate_checkpoint": ["evaluate.budgets", "evaluate.bootstrap", "evaluate.seed"],
-    "evaluate_baseline": ["evaluate.budgets", "evaluate.bootstrap", "evaluate.seed"],
+    "evaluate": ["evaluate"],
+    "evaluate_checkpoint": ["evaluate"],
+    "evaluate_baseline": ["evaluate"],
     "report": [],
 }
 """The config keys that make each rule's artifacts. A gate's keys are its own: gates decide when work starts, not what it gives."""
@@ -157,7 +157,7 @@ class Plan:
             part.update({key: value for key, value in config.items() if key != "run"})
 
     def _sources(self, rule: str, entry: str | None) -> dict[str, str]:
-        cache = Path("results/.resume/digests")
+        cache = sources.DIGESTS
         if rule == "target":
             return sources.target(self.config["target"], self.workflow, cache)
         if rule == "prompts":

@@ -12,6 +12,7 @@ Files are written beside their place and renamed, so a reader never meets half o
 """
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -68,7 +69,9 @@ def read(path: str | Path) -> Record:
 
 
 def _read_json(path: Path) -> Any:
-    return orjson.loads(path.read_bytes()).get(KEY)
+    value = orjson.loads(path.read_bytes())
+    # `tokenizers` refuses further keys at the top of its file, and ignores them inside "model".
+    return (value["model"] if path.name == "tokenizer.json" else value).get(KEY)
 
 
 def _read_parquet(path: Path) -> Any:
@@ -134,9 +137,14 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path`; what is written there takes `path`'s place when the block ends without error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp{path.suffix}"):
+        left.unlink(missing_ok=True)  # by a writer that was killed: a path has one writer at a time
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp{path.suffix}")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        os.chmod(temporary, mode)  # safetensors makes its files readable for their owner alone
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -9,13 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftline.config import locate
 from draftline.settings import file_digest
 
+DIGESTS = Path("results/.resume/digests")
+"""Where digests of source files are remembered."""
 ABSENT = "absent"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 SAMPLES = 16
 SAMPLE_BYTES = 65536
+
+
+def locate(path: str, workflow: Path) -> Path:
+    """A path of the config: as it stands in the working directory, else beside the workflow."""
+    here = Path(path)
+    return here if here.is_absolute() or here.exists() else workflow / path
 
 
 def prompts(sources: Mapping[str, Any], workflow: Path, cache: Path) -> dict[str, str]:
@@ -28,14 +35,14 @@ def prompts(sources: Mapping[str, Any], workflow: Path, cache: Path) -> dict[str
 
 
 def prompt_files(paths: str | list[str], workflow: Path) -> list[Path]:
-    """Files of a source: each path, with ``*`` expanded and sorted. A path that matches nothing is given as it stands."""
+    """Files of a source: each path, with ``*`` expanded and sorted, in the working directory, else beside the workflow.
+
+    A path that matches nothing is given as it stands.
+    """
     found: list[Path] = []
     for pattern in [paths] if isinstance(paths, str) else paths:
-        place = locate(pattern, workflow)
-        matches = sorted(map(Path, glob.glob(str(place))))
-        if not matches and not Path(pattern).is_absolute():
-            matches = sorted(map(Path, glob.glob(str(workflow / pattern))))
-        found += matches or [place]
+        here, there = (sorted(root / name for name in glob.glob(pattern, root_dir=root)) for root in (Path(), workflow))
+        found += here or there or [Path(pattern)]
     return found
 
 
@@ -57,18 +64,20 @@ def target(target: Mapping[str, Any], workflow: Path, cache: Path) -> dict[str, 
         folder = locate(target["path"], workflow)
         files = sorted(path for pattern in SMALL_FILES for path in folder.glob(pattern))
         found.update({path.name: file_digest(path, cache) for path in files})
-        found.update({path.name: _sampled_digest(path) for path in sorted(folder.glob("*.safetensors"))})
+        found.update({path.name: sampled_digest(path) for path in sorted(folder.glob("*.safetensors"))})
         found = found or {"target": ABSENT}
     if "gguf" in target:
         path = locate(target["gguf"], workflow)
         found[path.name] = file_digest(path, cache) if path.is_file() else ABSENT
+    if "tiny" in target:
+        found["merges"] = file_digest(workflow / "resources" / "tiny" / "merges.txt", cache)
     if target.get("chat_template"):
         path = locate(target["chat_template"], workflow)
         found["chat_template"] = file_digest(path, cache) if path.is_file() else ABSENT
     return found
 
 
-def _sampled_digest(path: Path) -> str:
+def sampled_digest(path: Path) -> str:
     """SHA-256 over a large file's size, its beginning and `SAMPLES` evenly spaced blocks: retrained weights differ in all."""
     size = path.stat().st_size
     value = hashlib.sha256(str(size).encode())

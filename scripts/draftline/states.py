@@ -8,24 +8,25 @@ holds the statistics of what was written.
 Shapes: N samples, T tokens (of one sample, or of all), K tapped layers, H hidden size, F = K * H.
 """
 
+import contextlib
 import hashlib
+import itertools
 import os
 import queue
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from draftline import provenance
 from draftline.errors import DraftlineError
+from draftline.layer_statistics import LayerStatistics, measure, refuse_broken
 
 if TYPE_CHECKING:
     from draftline.manifest import Manifest
@@ -39,6 +40,9 @@ QUEUE = 8
 
 READ_BACK = 8
 """Samples of a part that are read again from the finished file and compared with what was computed."""
+
+STATES_FACTS = ("layers", "convention", "storage", "dtype", "kernels", "versions")
+"""Facts of hidden states that must agree between training, evaluation and serving."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +72,18 @@ class StatesReader:
                 name: orjson.loads(text) for name, text in header["__metadata__"].items() if name != provenance.KEY
             }
             with safe_open(str(path), framework="pt") as file:
-                self._tensors = {name: file.get_tensor(name) for name in _layout(0, 0, 0, torch.bfloat16)}
+                self._tensors = {name: file.get_tensor(name) for name in _layout(0, 0, 0, torch.float32)}
             self.layers: list[int] = self.facts["layers"]
             target = self.facts["target"]
-        except (KeyError, ValueError) as error:
-            raise DraftlineError(f"{path}: no file of hidden states (no {error}); delete it and run again") from None
+        except (KeyError, ValueError, SafetensorError) as error:
+            raise DraftlineError(f"{path}: no file of hidden states ({error}); move it away and run again") from None
         if manifest is not None and target["weights_sha256"] != manifest.weights_sha256:
             raise DraftlineError(
                 f"{path}: hidden states of another target ({target['name']}, weights {target['weights_sha256'][:12]};"
                 f" wanted {manifest.name}, {manifest.weights_sha256[:12]}); delete it and run again"
             )
         if layers is not None and list(layers) != self.layers:
-            raise DraftlineError(
-                f"{path}: tapped layers {self.layers}, wanted {list(layers)}; delete it and run again"
-            )
+            raise DraftlineError(f"{path}: tapped layers {self.layers}, wanted {list(layers)}; delete it and run again")
         self._offsets: list[int] = self._tensors["offsets"].tolist()
         self.ids: list[str] = [bytes(row).hex() for row in self._tensors["ids"].tolist()]
         self.lengths: list[int] = [end - start for start, end in zip(self._offsets, self._offsets[1:])]
@@ -102,20 +104,44 @@ class StatesReader:
         return self._rows("loss_mask", n).bool()
 
     def _rows(self, name: str, n: int) -> torch.Tensor:
-        return self._tensors[name][self._offsets[n] : self._offsets[n + 1]]
+        rows: torch.Tensor = self._tensors[name][self._offsets[n] : self._offsets[n + 1]]
+        return rows
+
+
+@contextlib.contextmanager
+def write_states(
+    path: str | Path,
+    record: provenance.Record,
+    samples: Sequence[Sample],
+    layers: Sequence[int],
+    hidden_size: int,
+    storage: str,
+    facts: Mapping[str, Any],
+) -> "Iterator[StatesWriter]":
+    """A writer that takes the features of `samples` in any order; the file appears when the block ends without error.
+
+    `facts` are the header's, without `layers`, `convention`, `storage` and `statistics`, which are added. Raises
+    DraftlineError for too small a disk before anything is computed, for a layer that is broken (`refuse_broken`) and for
+    samples that come back from the disk different; OSError with the path when writing fails.
+    """
+    path = Path(path)
+    with provenance.replacing(path) as temporary, open(temporary, "wb") as file:
+        writer = StatesWriter(path, file.fileno(), record, samples, layers, hidden_size, storage, facts)
+        try:
+            yield writer
+        finally:
+            writer.join()
+        writer.finish()
+        writer.compare(StatesReader(temporary))
 
 
 class StatesWriter:
-    """Writes a part: `put` samples in any order inside a ``with`` block; the file appears when the block ends well.
-
-    `facts` are the header's, without `layers`, `convention`, `storage` and `statistics`, which the writer adds. Samples
-    with NaN or Inf, or with a layer that is constant, are refused (DraftlineError with path, layer and sample). Errors
-    of the writing thread, a full disk say, surface in `put` or at the end as OSError with the path.
-    """
+    """Takes features sample by sample (`put`); a thread of its own writes them. Made by `write_states`."""
 
     def __init__(
         self,
-        path: str | Path,
+        path: Path,
+        descriptor: int,
         record: provenance.Record,
         samples: Sequence[Sample],
         layers: Sequence[int],
@@ -123,129 +149,110 @@ class StatesWriter:
         storage: str,
         facts: Mapping[str, Any],
     ) -> None:
-        self.path, self.record, self.samples, self.layers = Path(path), record, samples, list(layers)
-        self.dtype = STORAGE[storage]
-        self.facts = {**facts, "layers": self.layers, "convention": CONVENTION, "storage": storage}
-        self._starts = [0]
-        for sample in samples:
-            self._starts.append(self._starts[-1] + len(sample.input_ids))
-        self._width = len(self.layers) * hidden_size
-        self._layout = _layout(len(samples), self._starts[-1], self._width, self.dtype)
-        statistics = [dict.fromkeys(("mean", "std", "absmax", "zero_fraction"), -2.2250738585072014e-308)] * len(layers)
-        self._reserved = len(self._header(statistics))
-        self._statistics = Statistics(len(samples), len(self.layers))
-        spread = (len(samples) * k // READ_BACK for k in range(READ_BACK))
-        self._digests: dict[int, bytes] = dict.fromkeys(spread, b"")
-        self._queue: queue.Queue[tuple[int, torch.Tensor, torch.Tensor] | None] = queue.Queue(QUEUE)
-        self._error: BaseException | None = None
+        self._path, self._descriptor, self._record = path, descriptor, record
+        self._samples, self._layers = samples, list(layers)
+        self._facts = {**facts, "layers": self._layers, "convention": CONVENTION, "storage": storage}
+        self._dtype, self._width = STORAGE[storage], len(layers) * hidden_size
+        self._starts = [0, *itertools.accumulate(len(sample.input_ids) for sample in samples)]
+        self._layout = _layout(len(samples), self._starts[-1], self._width, self._dtype)
+        self._statistics = LayerStatistics(len(samples), len(layers))
+        self._reserved = len(self._header()) + 128 * len(layers)  # four numbers of at most 24 digits come in later
+        self._digests = dict.fromkeys(range(0, len(samples), max(len(samples) // READ_BACK, 1)), b"")
         self._written = 0
-
-    def __enter__(self) -> Self:
+        self._error: BaseException | None = None
         self._require_space()
-        with ExitStack() as stack:
-            self._temporary = stack.enter_context(provenance.replacing(self.path))
-            self._file = stack.enter_context(open(self._temporary, "wb"))
-            self._thread = threading.Thread(target=self._work, name="states-writer", daemon=True)
-            self._thread.start()
-            self._stack = stack.pop_all()
-        return self
+        self._queue: queue.Queue[tuple[int, torch.Tensor, torch.Tensor] | None] = queue.Queue(QUEUE)
+        self._thread = threading.Thread(target=self._work, name="states-writer", daemon=True)
+        self._thread.start()
 
     def put(self, n: int, features_TF: torch.Tensor) -> None:
         """Hand over the features [T, F] of sample n, any float dtype and device. Waits while the queue is full."""
         if self._error is not None:
             raise self._error
-        expected = (len(self.samples[n].input_ids), self._width)
+        expected = (len(self._samples[n].input_ids), self._width)
         if features_TF.shape != expected:
             raise ValueError(f"sample {n}: features {tuple(features_TF.shape)}, expected {expected}")
-        stored_TF = features_TF.to(self.dtype)
-        self._queue.put((n, stored_TF, measure(stored_TF, len(self.layers))))
+        stored_TF = features_TF.to(self._dtype)
+        self._queue.put((n, stored_TF, measure(stored_TF, len(self._layers))))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def join(self) -> None:
+        """Wait for the writing thread to end."""
         self._queue.put(None)
         self._thread.join()
-        # `replacing` drops the temporary file when the stack is closed by an error.
-        with self._stack:
-            if error is not None:
-                raise error
-            if self._error is not None:
-                raise self._error
-            self._finish()
+
+    def finish(self) -> None:
+        """Write everything but the features, the header last. Raises what stopped the writing thread."""
+        if self._error is not None:
+            raise self._error
+        if self._written != len(self._samples):
+            raise ValueError(f"{self._path}: {self._written} of {len(self._samples)} samples were put")
+        empty = [torch.empty(0)]
+        self._write_tensor("offsets", torch.tensor(self._starts))
+        self._write_tensor("input_ids", torch.cat([s.input_ids.int() for s in self._samples] or empty))
+        self._write_tensor("loss_mask", torch.cat([s.loss_mask.to(torch.uint8) for s in self._samples] or empty))
+        self._write_tensor("ids", torch.tensor([list(bytes.fromhex(s.id)) for s in self._samples], dtype=torch.uint8))
+        header = self._header().ljust(self._reserved)
+        if len(header) != self._reserved:
+            raise ValueError(f"{self._path}: header of {len(header)} bytes in a space of {self._reserved}")
+        self._pwrite(len(header).to_bytes(8, "little") + header, 0)
+
+    def compare(self, written: StatesReader) -> None:
+        """Raise DraftlineError if samples of the finished file are not what was computed."""
+        for n, expected in self._digests.items():
+            if hashlib.sha256(_bytes(written.features(n))).digest() != expected:
+                raise DraftlineError(
+                    f"{self._path}: sample {self._samples[n].id}: came back from the disk different from what was"
+                    " computed; check the disk, then run again"
+                )
 
     def _work(self) -> None:
-        """The writing thread: after an error it keeps emptying the queue, so that `put` never waits for nobody."""
+        """The writing thread. After an error it goes on emptying the queue, so that `put` never waits for nobody."""
         while (item := self._queue.get()) is not None:
             if self._error is not None:
                 continue
             try:
-                self._write(*item)
-            except BaseException as error:  # noqa: BLE001 - raised again by put or __exit__
+                self._write_sample(*item)
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread that computes
                 self._error = error
 
-    def _write(self, n: int, stored_TF: torch.Tensor, measured_KM: torch.Tensor) -> None:
-        sample = self.samples[n]
-        refuse_broken(measured_KM := measured_KM.cpu(), self.layers, f"{self.path}", sample.id)
-        self._statistics.add(n, measured_KM, stored_TF.numel() // len(self.layers))
-        data = _bytes(stored_TF.cpu())
+    def _write_sample(self, n: int, stored_TF: torch.Tensor, figures: torch.Tensor) -> None:
+        figures = figures.cpu()
+        refuse_broken(figures, self._layers, str(self._path), self._samples[n].id)
+        self._statistics.add(n, figures, stored_TF.numel() // len(self._layers))
+        stored_TF = stored_TF.cpu()
         if n in self._digests:
-            self._digests[n] = hashlib.sha256(data).digest()
-        self._pwrite(data, "features", self._starts[n] * self._width * self.dtype.itemsize)
+            self._digests[n] = hashlib.sha256(_bytes(stored_TF)).digest()
+        self._write_tensor("features", stored_TF, self._starts[n] * self._width * self._dtype.itemsize)
         self._written += 1
 
-    def _finish(self) -> None:
-        """Everything but the features, the header, and the look at what has arrived on disk."""
-        if self._written != len(self.samples):
-            raise ValueError(f"{self.path}: {self._written} of {len(self.samples)} samples were put")
-        empty = [torch.empty(0)]
-        self._pwrite(_bytes(torch.tensor(self._starts)), "offsets")
-        self._pwrite(_bytes(torch.cat([s.input_ids.int() for s in self.samples] or empty)), "input_ids")
-        self._pwrite(_bytes(torch.cat([s.loss_mask.to(torch.uint8) for s in self.samples] or empty)), "loss_mask")
-        self._pwrite(b"".join(bytes.fromhex(sample.id) for sample in self.samples), "ids")
-        header = self._header(self._statistics.by_layer()).ljust(self._reserved)
-        if len(header) > self._reserved:
-            raise ValueError(f"{self.path}: header of {len(header)} bytes in a space of {self._reserved}")
-        self._pwrite(len(header).to_bytes(8, "little") + header, None)
-        self._file.close()
-        self._read_back()
-
-    def _read_back(self) -> None:
-        written = StatesReader(self._temporary)
-        for n, expected in self._digests.items():
-            if len(written) and hashlib.sha256(_bytes(written.features(n))).digest() != expected:
-                raise DraftlineError(
-                    f"{self.path}: sample {self.samples[n].id}: was read back different from what was computed;"
-                    " check the disk, then run again"
-                )
-
-    def _header(self, statistics: list[dict[str, float]]) -> bytes:
-        metadata = {name: orjson.dumps(value).decode() for name, value in self.facts.items()}
-        metadata["statistics"] = orjson.dumps(statistics).decode()
-        metadata[provenance.KEY] = provenance.canonical(self.record).decode()
+    def _header(self) -> bytes:
+        facts = {**self._facts, "statistics": self._statistics.by_layer()}
+        metadata = {name: orjson.dumps(value).decode() for name, value in facts.items()}
+        metadata[provenance.KEY] = provenance.canonical(self._record).decode()
         text = orjson.dumps({"__metadata__": metadata, **self._layout})
         return text.ljust(-(-len(text) // 8) * 8)
 
     def _require_space(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         needed = 8 + self._reserved + max(entry["data_offsets"][1] for entry in self._layout.values())
-        free = shutil.disk_usage(self.path.parent).free
+        free = shutil.disk_usage(self._path.parent).free
         if needed > free:
             raise DraftlineError(
-                f"{self.path}: takes {needed / 1e9:.3g} GB, its disk has {free / 1e9:.3g} GB free; free some space or"
+                f"{self._path}: takes {needed / 1e9:.3g} GB, its disk has {free / 1e9:.3g} GB free; free some space or"
                 " move results/ to a larger disk"
             )
 
-    def _pwrite(self, data: bytes | memoryview, tensor: str | None, start: int = 0) -> None:
-        """Write `data` at byte `start` of a tensor's place, or of the file."""
-        if tensor is not None:
-            start += 8 + self._reserved + self._layout[tensor]["data_offsets"][0]
+    def _write_tensor(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
+        """Write `tensor` from byte `start` of the place of the file's tensor `name` on."""
+        self._pwrite(_bytes(tensor), 8 + self._reserved + self._layout[name]["data_offsets"][0] + start)
+
+    def _pwrite(self, data: bytes | memoryview, start: int) -> None:
         rest = memoryview(data)
         try:
             while rest:
-                count = os.pwrite(self._file.fileno(), rest, start)
+                count = os.pwrite(self._descriptor, rest, start)
                 rest, start = rest[count:], start + count
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
 def _layout(samples: int, tokens: int, width: int, storage: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -268,4 +275,5 @@ def _layout(samples: int, tokens: int, width: int, storage: torch.dtype) -> dict
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's memory."""
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    array: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return memoryview(array)

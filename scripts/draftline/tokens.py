@@ -4,10 +4,9 @@ A completion is supervised whole: its think block and its stop token are what th
 never the pad id, which in some tokenizers is the stop token.
 """
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +43,13 @@ class Samples:
     """
 
     table: pa.Table
-    counts: dict[str, dict[str, int]] = field(default_factory=dict)
-    examples: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    counts: dict[str, dict[str, int]]
+    examples: dict[str, dict[str, list[str]]]
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """A list<int32> column as flat `values` and `offsets` of its rows, without a copy."""
+    """A list<int32> column as flat `values` and `offsets` of its rows."""
 
     values: Ids
     offsets: npt.NDArray[np.int32]
@@ -97,7 +96,7 @@ def tokenize(
         found = turns[row].tolist() if every_turn else [len(prompt), len(whole)]
         complaint = _complaint(whole, len(prompt), found, stopped[row], stops)
         if complaint:
-            raise DraftlineError(f"{where}: sample {name}: {complaint}; delete the file and run again")
+            raise DraftlineError(f"{where}: sample {name}: {complaint}")
         sample = whole[: settings["max_length"]]
         kept = _clip(found, len(sample))
         if max(kept[1::2] - kept[::2], default=0) < 2:
@@ -119,10 +118,13 @@ def _complaint(whole: Ids, prompt: int, spans: list[int], stopped: bool, stops: 
     """What is wrong with a row's supervised spans, if anything is. Only the last turn may end without a stop token."""
     pairs = list(zip(spans[::2], spans[1::2]))
     if len(spans) % 2 or [0, *spans] != sorted([0, *spans]) or pairs[-1:] != [(prompt, len(whole))]:
-        return f"spans {spans} do not end with the completion {[prompt, len(whole)]} of {len(whole)} tokens"
+        return f"assistant_spans {spans} do not ascend to the completion at {[prompt, len(whole)]}; delete the file and run again"
     for start, end in pairs if stopped else pairs[:-1]:
         if start == end or int(whole[end - 1]) not in stops:
-            return f"the turn at tokens {start}..{end} is finished but does not end with a stop token of the target"
+            return (
+                f"the finished turn at tokens {start}..{end} does not end with a stop token of the target {sorted(stops)};"
+                " mend target.chat_template or the model's eos_token_id"
+            )
     return None
 
 
@@ -188,17 +190,3 @@ def supervised(table: pa.Table) -> tuple[Ids, npt.NDArray[np.bool_]]:
     np.add.at(steps, edges[::2], 1)
     np.add.at(steps, edges[1::2], -1)
     return ids.values, np.cumsum(steps[:-1], dtype=np.int8).astype(bool)
-
-
-def merge_counts(parts: Sequence[Samples]) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, list[str]]]]:
-    """Counts and examples over several shards."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    examples: dict[str, dict[str, list[str]]] = defaultdict(dict)
-    for part in parts:
-        for source, found in part.counts.items():
-            counts[source].update(found)
-        for source, by_status in part.examples.items():
-            for status, names in by_status.items():
-                known = examples[source].get(status, [])
-                examples[source][status] = list(itertools.islice([*known, *names], EXAMPLES))
-    return {s: dict(c) for s, c in counts.items()}, dict(examples)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from tiny_run import Run
 
 
 def refusal(run: Run, *targets: str, command: str | None = None) -> str:
@@ -196,7 +196,15 @@ def test_ok_for_every_answer_stops_before_the_hidden_states(fresh):
 
 def test_an_environment_without_path_or_home_is_enough(finished):
     result = subprocess.run(
-        ["env", "-i", "PATH=/usr/bin:/bin", str(Path(sys.executable).with_name("snakemake")), "-n", "--configfile", "tiny.yaml"],
+        [
+            "env",
+            "-i",
+            "PATH=/usr/bin:/bin",
+            str(Path(sys.executable).with_name("snakemake")),
+            "-n",
+            "--configfile",
+            "tiny.yaml",
+        ],
         cwd=finished.folder,
         capture_output=True,
         text=True,

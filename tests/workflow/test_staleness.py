@@ -4,11 +4,14 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Run
+from tiny_run import Run
+
+from draftline import provenance
 
 TRAINING = {
     "train_segment": 1,
@@ -166,15 +169,10 @@ def test_an_accepted_artifact_is_up_to_date_and_says_so(run):
     stale = run.pending()
     assert stale["hidden_states"] == 2
     parts = [path, "results/hidden_states/0000/0001.safetensors", "results/benches/fresh/hidden_states.safetensors"]
-    accept = [*"python scripts/accept.py --why harmless".split()[1:], *parts, "--", "--configfile", "tiny.yaml"]
-    import sys
-
+    accept = ["scripts/accept.py", "--why", "harmless", *parts, "--", "--configfile", "tiny.yaml"]
     result = subprocess.run([sys.executable, *accept], cwd=run.folder, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert not {"hidden_states", "train_segment", "evaluate"} & run.pending().keys()
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from draftline import provenance
-
     assert provenance.read(run.folder / path)["accepted"]["why"] == "harmless"
 
 

@@ -1,0 +1,56 @@
+# make run     everything config.yaml asks for, then the table of accepted lengths
+# make test    the tests
+# make check   format, lint and types
+# make report  the report, and its path
+# make clean   the environment; results/ stays
+#
+# ARGS goes to Snakemake: make run ARGS="--configfile presets/qwen3-8b.yaml"
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+ARGS ?=
+
+# A stamp's name holds its requirements' checksum: an edit installs again, a touch does not.
+sum = $(shell cat $(1) | cksum | tr ' ' '-')
+CPU := .venv/cpu-$(call sum,envs/cpu.txt envs/constraints.txt)
+TEST := .venv/test-$(call sum,envs/cpu.txt envs/test.txt envs/constraints.txt)
+
+.PHONY: run report test check clean
+
+run: $(CPU)
+	@$(BIN)/python scripts/unlock.py
+	@$(BIN)/snakemake $(ARGS)
+	@$(BIN)/python scripts/table.py
+
+report: $(CPU)
+	@$(BIN)/python scripts/unlock.py
+	@$(BIN)/snakemake results/report.html $(ARGS)
+	@echo "$(CURDIR)/results/report.html"
+
+test: $(TEST)
+	$(BIN)/python -m pytest
+
+check: $(TEST)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/snakefmt --check Snakefile rules
+	$(BIN)/snakemake --lint
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv
+
+$(CPU):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Draftline needs Python 3.11 or newer; name one: make run PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv
+	# torch's own index has the build without CUDA, a tenth of the size; where it is out of reach, PyPI's build does.
+	$(BIN)/python -m pip install --quiet --retries 1 --no-deps "$$(grep '^torch==' envs/cpu.txt)" \
+		--extra-index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/python -m pip install --quiet -r envs/cpu.txt
+	@rm -f .venv/cpu-*
+	@touch $@
+
+$(TEST): $(CPU)
+	$(BIN)/python -m pip install --quiet -r envs/test.txt
+	@rm -f .venv/test-*
+	@touch $@

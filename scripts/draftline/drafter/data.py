@@ -1,0 +1,66 @@
+"""The order in which a drafter meets its samples.
+
+Parts come in sequence, epoch after epoch; the samples of a part are shuffled anew at each visit. The order follows from
+(drafter seed, epoch, part) alone, so it can be taken up at any place.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from draftline.drafter.anchors import seeded
+from draftline.errors import DraftlineError
+from draftline.states import STATES_FACTS, StatesReader
+
+if TYPE_CHECKING:
+    from draftline.manifest import Manifest
+
+Visit = tuple[int, str, str]
+"""(epoch, shard, part)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A sample at one of its visits, T tokens: `features` [T, F] in storage dtype, `input_ids` int64, `loss_mask` bool."""
+
+    id: str
+    epoch: int
+    features: Tensor
+    input_ids: Tensor
+    loss_mask: Tensor
+
+
+class Parts:
+    """The files of hidden states that a segment reads, by shard and part.
+
+    Raises DraftlineError with the path of a file that is missing, cut, of another target, or of other layers than the first.
+    """
+
+    def __init__(self, paths: Sequence[str], manifest: "Manifest", visits: Sequence[Visit]) -> None:
+        self._manifest = manifest
+        self._paths = {(Path(path).parent.name, Path(path).stem): path for path in paths}
+        for _, shard, part in visits:
+            if (shard, part) not in self._paths:
+                raise DraftlineError(
+                    f"--parts: hidden_states/{shard}/{part}.safetensors: missing, but this segment reads it"
+                )
+        first = StatesReader(paths[0], manifest)
+        self.layers = first.layers
+        self.facts = {name: first.facts[name] for name in (*STATES_FACTS, "target")}
+        self.sizes = {key: len(self.open(*key)) for key in self._paths}
+
+    def open(self, shard: str, part: str) -> StatesReader:
+        """The reader of a part."""
+        return StatesReader(self._paths[shard, part], self._manifest, self.layers)
+
+    def samples(self, visit: Visit, seed: int, taken: int) -> Iterator[Sample]:
+        """The samples of a visit in its order, without the first `taken`."""
+        epoch, shard, part = visit
+        reader = self.open(shard, part)
+        order = torch.randperm(len(reader), generator=seeded(seed, epoch, shard, part))
+        for n in order[taken:].tolist():
+            yield Sample(reader.ids[n], epoch, reader.features(n), reader.input_ids(n), reader.loss_mask(n))

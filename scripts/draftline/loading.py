@@ -1,0 +1,109 @@
+"""Loading the target's text model with transformers, as far up as it is needed."""
+
+import copy
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftline.checkpoint import Checkpoint
+from draftline.errors import DraftlineError
+from draftline.manifest import Manifest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+HEADROOM = 1.05
+"""Memory for a model over that of its parameters."""
+
+
+def load_model(
+    manifest: Manifest, device: str = "cpu", dtype: "torch.dtype | None" = None, last_layer: int | None = None
+) -> "nn.Module":
+    """The target's text model in eval mode, frozen, in `dtype` (default: the checkpoint's).
+
+    Of a multimodal checkpoint the text part only is loaded. With `last_layer` it is the bare backbone with the layers
+    0..`last_layer`: layers above and the head are neither loaded nor run. Raises DraftlineError when files are missing,
+    tensors do not fit the config, or `device` has too little free memory.
+    """
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    dtype = dtype or getattr(torch, manifest.dtype)
+    folder = model_folder(manifest)
+    config = text_config(manifest)
+    checkpoint = Checkpoint(folder)
+    if last_layer is not None:
+        _cut(config, last_layer + 1)
+    _check_memory(checkpoint.text_parameters(last_layer) * dtype.itemsize, device, folder)
+    build: Any = AutoModelForCausalLM if last_layer is None else AutoModel
+    model, report = build.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        device_map={"": device} if device != "cpu" else None,
+        trust_remote_code=manifest.trust_remote_code,
+        key_mapping=_renaming(checkpoint) or None,
+        output_loading_info=True,
+    )
+    lacking = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
+    if lacking:
+        raise DraftlineError(
+            f"{folder}: tensor {lacking[0]} is missing or does not fit config.json; complete the download"
+        )
+    return model.requires_grad_(False).eval()  # type: ignore[no-any-return]
+
+
+def text_config(manifest: Manifest) -> Any:
+    """transformers' config of the text model."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_folder(manifest), trust_remote_code=manifest.trust_remote_code)
+    return copy.deepcopy(config.get_text_config(decoder=True))
+
+
+def backbone(model: "nn.Module") -> "nn.Module":
+    """The part of a model below its head: embedding, layers and final norm."""
+    return model if hasattr(model, "embed_tokens") else model.model  # type: ignore[return-value]
+
+
+def decoder_layers(model: "nn.Module") -> "nn.ModuleList":
+    """The decoder layers, 0-based as everywhere."""
+    return backbone(model).layers  # type: ignore[return-value]
+
+
+def model_folder(manifest: Manifest) -> Path:
+    """The folder of config.json and weights. Raises DraftlineError when it is gone."""
+    folder = Path(manifest.model)
+    if not (folder / "config.json").is_file():
+        raise DraftlineError(
+            f"{folder}: the target's folder is gone; bring it back, or delete results/target and run again"
+        )
+    return folder
+
+
+def _cut(config: Any, num_layers: int) -> None:
+    """Leave the first `num_layers` layers in a config."""
+    config.num_hidden_layers = num_layers
+    config.use_cache = False  # Nobody decodes with it, and a cache wants a full-attention layer.
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+
+
+def _renaming(checkpoint: Checkpoint) -> dict[str, str]:
+    """From a checkpoint's names for the text model to the text model's own (patterns -> replacements)."""
+    names = {checkpoint.prefix: "model.", checkpoint.head or "": "lm_head.weight"}
+    return {f"^{re.escape(found)}": own for found, own in names.items() if found not in ("", own)}
+
+
+def _check_memory(needed: float, device: str, folder: Path) -> None:
+    import psutil
+    import torch
+
+    needed *= HEADROOM
+    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if needed > free:
+        raise DraftlineError(
+            f"{folder}: needs {needed / 1e9:.1f} GB on {device}, {free / 1e9:.1f} GB are free;"
+            " free some, use a larger machine, or set target.dtype: bfloat16"
+        )

@@ -1,0 +1,158 @@
+"""The gate on numerics: samples of a part against a separate forward (specs/dflash.md 6.3).
+
+The reference runs in fp32, one sample at a time, without hooks: transformers' own `output_hidden_states`. Beside the
+distance it is asked where the stored features fit best, among neighbouring layers and tokens: rounding moves a state a
+little, a wrong layer or a shifted token moves the best fit.
+
+Shapes: T tokens, K tapped layers, H hidden size, F = K * H.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftline import provenance
+from draftline.errors import DraftlineError
+from draftline.extraction import extract
+from draftline.gates import close_gate
+from draftline.kernels import kernels, versions
+from draftline.loading import backbone, load_model
+from draftline.manifest import Manifest
+from draftline.progress import say
+from draftline.states import StatesReader
+
+OFFSETS = list(itertools.product((-1, 0, 1), (-1, 0, 1)))
+"""(layer offset, token shift) pairs that are compared."""
+
+ROUNDING = {"bf16": 2.0**-8, "fp32": 1e-4}
+"""Largest relative RMS error of an fp32 target by storage: one bf16 step, or other orders of summation."""
+
+BATCH_INVARIANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
+"""Largest relative RMS difference between a padded batch and single samples, by dtype of the target (6.1, 6.3.4)."""
+
+
+class LayerFit:
+    """How one layer's stored features fit the reference, over all samples."""
+
+    def __init__(self) -> None:
+        self.cosines: dict[tuple[int, int], list[torch.Tensor]] = {offset: [] for offset in OFFSETS}
+        self.error = self.norm = 0.0
+
+    def add(self, stored_TH: torch.Tensor, states: Sequence[torch.Tensor], layer: int) -> None:
+        """Take in a sample: features of `layer`, and all of the reference's hidden states [T, H], embeddings first."""
+        stored_TH = stored_TH.double()
+        reference_TH = states[layer + 1].double()
+        self.error += float((stored_TH - reference_TH).square().sum())
+        self.norm += float(reference_TH.square().sum())
+        for offset, shift in OFFSETS:
+            other_TH = states[layer + 1 + offset].double()
+            first, last = max(0, -shift), len(stored_TH) - max(0, shift)
+            ours, theirs = stored_TH[first:last], other_TH[first + shift : last + shift]
+            self.cosines[offset, shift].append(nn.functional.cosine_similarity(ours, theirs, dim=1))
+
+    def figures(self) -> dict[str, Any]:
+        """`relative_rms`, `mean_cosine`, `min_cosine` at the layer itself; mean cosines and best fit among neighbours."""
+        means = {offset: float(torch.cat(cosines).mean()) for offset, cosines in self.cosines.items()}
+        best = max(means, key=means.__getitem__)
+        return {
+            "relative_rms": math.sqrt(self.error / self.norm),
+            "mean_cosine": means[0, 0],
+            "min_cosine": float(torch.cat(self.cosines[0, 0]).min()),
+            "best_fit": {"layer_offset": best[0], "token_shift": best[1]},
+            "neighbours": {f"layer {offset:+d}, token {shift:+d}": means[offset, shift] for offset, shift in OFFSETS},
+        }
+
+
+def check_part(
+    path: str | Path,
+    record: provenance.Record,
+    states: str | Path,
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    run: Mapping[str, Any],
+) -> None:
+    """Write the gate's JSON to `path` for the part `states`; `config` is hidden_states_gate's.
+
+    Raises DraftlineError when the part is of another target, holds no samples, or does not pass.
+    """
+    reader = StatesReader(states, manifest)
+    if not len(reader):
+        raise DraftlineError(f"{states}: has no samples to check; lower hidden_states.parts_per_shard")
+    chosen = sorted({n * len(reader) // config["samples"] for n in range(config["samples"])})
+    model = load_model(manifest, run["device"], torch.float32, last_layer=reader.layers[-1] + 1)
+    fits = {layer: LayerFit() for layer in reader.layers}
+    for n in chosen:
+        reference = reference_states(model, reader.input_ids(n))
+        for layer, stored_TH in zip(fits, reader.features(n).chunk(len(fits), dim=1)):
+            fits[layer].add(stored_TH, reference, layer)
+        say(f"sample {reader.ids[n]}: {reader.lengths[n]} tokens compared")
+    reference_kernels = kernels(model, manifest.layer_types)
+    if manifest.dtype != "float32":
+        del model
+        model = load_model(manifest, run["device"], last_layer=reader.layers[-1])
+    figures: dict[str, Any] = {
+        "samples": [reader.ids[n] for n in chosen],
+        "layers": {str(layer): fit.figures() for layer, fit in fits.items()},
+        "batch_invariance": batch_invariance(model, reader.layers, [reader.input_ids(n) for n in chosen]),
+        "part": {name: reader.facts[name] for name in ("dtype", "storage", "kernels", "versions")},
+        "reference": {"dtype": "float32", "kernels": reference_kernels, "versions": versions()},
+    }
+    limits = {name: config[name] for name in ("mean_cosine", "min_cosine")}
+    limits["batch_invariance"] = BATCH_INVARIANCE[manifest.dtype]
+    if reader.facts["dtype"] == "float32":
+        limits["relative_rms"] = ROUNDING[reader.facts["storage"]]
+    close_gate(path, record, figures=figures, limits=limits, failures=failures(str(states), figures, limits))
+
+
+def reference_states(model: nn.Module, input_ids_T: torch.Tensor) -> list[torch.Tensor]:
+    """Hidden states [T, H] of one sample on the CPU: the embeddings, then each layer's output (the last one normed)."""
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        output = backbone(model)(input_ids=input_ids_T[None].to(device), output_hidden_states=True, use_cache=False)
+    return [state_BTH[0].cpu() for state_BTH in output.hidden_states]
+
+
+def batch_invariance(model: nn.Module, layers: Sequence[int], sequences: list[torch.Tensor]) -> float:
+    """Relative RMS difference between features of all `sequences` in one padded batch and of each alone."""
+    together = dict(extract(model, layers, sequences, batch_tokens=max(map(len, sequences)) * len(sequences)))
+    alone = dict(extract(model, layers, sequences, batch_tokens=1))
+    error = sum(float((together[n].double() - alone[n].double()).square().sum()) for n in alone)
+    return math.sqrt(error / sum(float(features_TF.double().square().sum()) for features_TF in alone.values()))
+
+
+def failures(states: str, figures: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
+    """What the figures break, in words: wiring first, then distance, then the batch."""
+    wiring, distance = [], []
+    part = figures["part"]
+    made = f"dtype {part['dtype']}, storage {part['storage']}, kernels {part['kernels']}"
+    for layer, fit in figures["layers"].items():
+        measured = (
+            f"mean cosine {fit['mean_cosine']:.5f} (limit {limits['mean_cosine']}), least {fit['min_cosine']:.5f}"
+            f" (limit {limits['min_cosine']}), relative RMS {fit['relative_rms']:.2e}"
+        )
+        offset, shift = fit["best_fit"].values()
+        if offset or shift:
+            wiring.append(
+                f"{states}: layer {layer}: fits best {offset:+d} layers and {shift:+d} tokens away; {measured};"
+                " the features are of the wrong layer or token: make them again with this code and target"
+            )
+        elif (
+            fit["mean_cosine"] < limits["mean_cosine"]
+            or fit["min_cosine"] < limits["min_cosine"]
+            or fit["relative_rms"] > limits.get("relative_rms", math.inf)
+        ):
+            distance.append(
+                f"{states}: layer {layer}: too far from an fp32 forward: {measured}; made with {made}: check these,"
+                " or raise target.dtype or hidden_states.storage"
+            )
+    if figures["batch_invariance"] > limits["batch_invariance"]:
+        distance.append(
+            f"{states}: samples of a padded batch differ from single ones by {figures['batch_invariance']:.2e} (relative"
+            f" RMS, limit {limits['batch_invariance']:.0e}); set run.hidden_states.batch to 1 or repair the kernels ({made})"
+        )
+    return wiring + distance

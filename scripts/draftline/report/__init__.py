@@ -1,0 +1,1 @@
+"""The report: one self-contained page over everything that a run made."""

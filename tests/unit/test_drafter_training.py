@@ -1,0 +1,308 @@
+"""Cutting, killing and starting again do not change a training; wrong inputs are refused by path."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import drafter_world as world
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from draftline import provenance
+from draftline.drafter.batch import make_batch
+from draftline.drafter.config import DrafterConfig
+from draftline.drafter.data import Parts
+from draftline.drafter.segment import initial_state, seen_tokens
+from draftline.drafter.state import State
+from draftline.drafter.train import Recipe, Trainer
+from draftline.errors import DraftlineError
+from draftline.heads import Heads
+from draftline.states import StatesReader
+from draftline.visits import segment_visits
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    world.build(folder)
+    return folder
+
+
+@pytest.fixture
+def run(built, tmp_path, monkeypatch):
+    """A working directory of its own with the artifacts, one thread."""
+    shutil.copytree(built / "results", tmp_path / "results")
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    return tmp_path
+
+
+def tensors(folder):
+    return State.load(folder / "state.safetensors").tensors
+
+
+def metrics(*folders):
+    return [row for folder in folders for row in pq.read_table(folder / "metrics.parquet").to_pylist()]
+
+
+def assert_equal_states(one, other):
+    one, other = tensors(one), tensors(other)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_three_segments_equal_one_bit_for_bit(run):
+    whole = world.train(1, 1)
+    cut = [world.train(3, segment) for segment in (1, 2, 3)]
+    assert State.load(cut[0] / "state.safetensors").carried, "no seam cuts a batch: the test would show nothing"
+    assert_equal_states(whole, cut[-1])
+    assert metrics(whole) == metrics(*cut)
+    assert len(metrics(whole)) == 14  # 2 epochs of 20 samples in batches of 3: 13 and a short one
+    assert not Path("results/.resume/train").exists() or not list(Path("results/.resume/train").iterdir())
+
+
+def test_a_killed_and_resumed_run_equals_an_undisturbed_one(run):
+    changes = {"epochs": 12}
+    undisturbed = world.train(1, 1, **changes)
+    expected, rows = tensors(undisturbed), metrics(undisturbed)
+    shutil.rmtree(undisturbed)
+    checkpoint = Path("results/.resume/train") / world.record("train_segment", str(undisturbed))["id"]
+    command = [sys.executable, world.__file__, json.dumps(changes)]
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE)
+    wait_for(process, lambda: step_of(checkpoint) >= 10)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    reached = step_of(checkpoint)
+    assert 10 <= reached < len(rows)
+    assert not (undisturbed / "state.safetensors").exists()
+
+    seen = []
+    train = Trainer.train
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train", lambda self, samples: seen.append(self.step) or train(self, samples))
+        resumed = world.train(1, 1, **changes)
+    assert seen[0] == reached
+    assert metrics(resumed) == rows
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(resumed).items())
+    assert not checkpoint.exists()
+
+
+def step_of(checkpoint):
+    path = checkpoint / "state.safetensors"
+    return State.load(path).step if path.exists() else 0
+
+
+def wait_for(process, condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_training_lowers_the_loss(run):
+    rows = metrics(world.train(1, 1, epochs=12, lr=0.01))
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
+    assert rows[-1]["tau"] > rows[0]["tau"]
+
+
+def test_metrics_have_the_documented_columns(run):
+    folder = world.train(1, 1)
+    schema = pq.read_schema(folder / "metrics.parquet")
+    named = {field.name: str(field.type) for field in schema}
+    integers, floats = ("step", "epoch", "tokens", "anchors"), ("loss", "accuracy", "tau", "lr", "grad_norm")
+    assert named == {**dict.fromkeys(integers, "int32"), **dict.fromkeys(floats, "float")}
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == list(range(1, 15))
+    assert sum(row["tokens"] for row in rows) == 2 * sum(pq.read_table(world.MASK)["length"].to_pylist())
+    assert rows[-1]["lr"] < rows[-2]["lr"] < world.SETTINGS["lr"]
+
+
+def test_every_sample_is_visited_once_an_epoch_in_an_order_of_its_own(run):
+    visits = segment_visits(world.SHARDS, world.PARTS, 2, 1, 1)
+    parts = Parts([world.part_path(s, p) for _, s, p in visits[:4]], world.manifest(), visits)
+    orders = [[sample.id for sample in parts.samples(visit, 0, 0)] for visit in visits]
+    everything = [f"{n:032x}" for n in range(20)]
+    assert sorted(itertools.chain(*orders[:4])) == everything
+    assert sorted(itertools.chain(*orders[4:])) == everything
+    assert orders[0] != orders[4]
+    assert orders[0] != [sample.id for sample in parts.samples(visits[0], 1, 0)]
+    assert orders[0][2:] == [sample.id for sample in parts.samples(visits[0], 0, 2)]
+
+
+def trainer(changes):
+    values = {**world.SETTINGS, **changes}
+    recipe = Recipe.from_settings(values)
+    config = DrafterConfig.from_settings(values, world.manifest(), world.LAYERS)
+    vocabulary = seen_tokens(world.LABELS) if recipe.head == "seen" else None
+    return Trainer(initial_state(config, recipe.seed, 20), recipe, Heads.load(world.HEADS), vocabulary, "cpu")
+
+
+def some_samples():
+    visits = segment_visits(world.SHARDS, world.PARTS, 1, 1, 1)[:1]
+    return list(Parts([world.part_path("0000", "0000")], world.manifest(), visits).samples(visits[0], 0, 0))
+
+
+def test_a_step_does_not_modify_features_or_labels(run):
+    samples = some_samples()
+    before = [(s.features.clone(), s.input_ids.clone(), s.loss_mask.clone()) for s in samples]
+    trainer({}).train(samples)
+    for sample, (features, ids, mask) in zip(samples, before):
+        assert torch.equal(sample.features, features)
+        assert torch.equal(sample.input_ids, ids)
+        assert torch.equal(sample.loss_mask, mask)
+
+
+@pytest.mark.parametrize("noise", [0.05, 10.0])
+def test_labels_come_from_token_ids_whatever_the_features(run, noise):
+    samples = some_samples()
+    noisy = [replace(s, features=s.features + noise * torch.randn(s.features.shape)) for s in samples]
+    clean, other = (make_batch(chosen, 6, 4, 63, 0, None) for chosen in (samples, noisy))
+    for name in ("labels", "counts", "anchors", "blocks"):
+        assert torch.equal(getattr(clean, name), getattr(other, name))
+
+
+def test_only_features_before_the_last_anchor_are_read(run):
+    samples = some_samples()
+    batch = make_batch(samples, 3, 4, 63, 0, None)
+    starts = [*batch.context_start.unique().tolist(), len(batch.features)]
+    for start, end in itertools.pairwise(starts):
+        assert end - start == int(batch.anchors[batch.context_start == start].max())
+    assert (batch.blocks[:, 1:] == 63).all()
+    assert torch.equal(batch.positions[starts[1] : starts[2]], torch.arange(starts[2] - starts[1]))
+
+
+def test_blocks_hold_the_anchors_own_token_and_masks(run):
+    (sample, *_) = some_samples()
+    batch = make_batch([sample], 3, 4, 63, 0, None)
+    expected = [[int(sample.input_ids[anchor]), 63, 63, 63] for anchor in batch.anchors]
+    assert batch.blocks.tolist() == expected
+
+
+def test_anchors_are_drawn_anew_each_epoch(run):
+    sample = max(some_samples(), key=lambda sample: len(sample.input_ids))
+    first, again, next_epoch = (
+        make_batch([replace(sample, epoch=epoch)], 3, 4, 63, 0, None).anchors.tolist() for epoch in (0, 0, 1)
+    )
+    assert first == again
+    assert first != next_epoch
+
+
+def test_restricted_head_gives_the_loss_of_a_vocabulary_without_the_others(run):
+    samples = some_samples()
+    seen = trainer({"head": "seen"})
+    tokens = seen_tokens(world.LABELS)
+    assert len(tokens) < world.V
+    batch = make_batch(samples, 6, 4, 63, 0, None)
+    with torch.no_grad():
+        logits = Heads.load(world.HEADS).logits(seen.hidden(batch)[:, 1:]).double()
+    others = torch.ones(world.V, dtype=torch.bool)
+    others[tokens] = False
+    log_shares = logits.masked_fill(others, float("-inf")).log_softmax(-1)
+    weights = torch.exp(-torch.arange(3) / seen.recipe.gamma).double() * batch.counts
+    of_labels = log_shares.gather(-1, batch.labels[..., None])[..., 0].where(batch.counts, 0)
+    expected = -(weights * of_labels).sum() / weights.sum()
+    assert seen.train(samples)["loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_label_outside_the_seen_tokens_is_refused(run):
+    with pytest.raises(DraftlineError, match=r"stats/tokens\.parquet: token \d+: is a label but is not listed"):
+        make_batch(some_samples(), 6, 4, 63, 0, torch.tensor([2, 3]))
+
+
+def test_decay_is_for_matrices_only(run):
+    groups = trainer({}).optimizer.param_groups
+    assert {p.dim() for p in groups[0]["params"]} == {2}
+    assert groups[0]["weight_decay"] == 0.01
+    assert groups[1]["weight_decay"] == 0
+    assert sum(len(group["params"]) for group in groups) == 25
+
+
+def test_the_targets_embedding_and_head_stay_as_they_are(run):
+    one = trainer({"head": "full"})
+    before = one.heads.embed_VH.clone(), one.heads.lm_head_VH.clone()
+    one.train(some_samples())
+    assert torch.equal(one.heads.embed_VH, before[0])
+    assert torch.equal(one.heads.lm_head_VH, before[1])
+
+
+def test_cut_part_is_refused_by_path(run):
+    path = Path(world.part_path("0001", "0000"))
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(DraftlineError, match=f"{path}: damaged or cut short"):
+        world.train(1, 1)
+    assert not Path(world.folder_of(1, 1)).exists()
+
+
+def test_part_of_another_target_is_refused_by_path(run):
+    path = world.part_path("0001", "0001")
+    reader = StatesReader(path)
+    samples = [world.Sample(reader.ids[0], reader.input_ids(0).int(), reader.loss_mask(0))]
+    world.write_part(path, samples, weights_sha256="d" * 64)
+    with pytest.raises(DraftlineError, match=f"{path}: hidden states of another target"):
+        world.train(1, 1)
+
+
+def test_part_with_other_layers_is_refused_by_path(run):
+    path = world.part_path("0001", "0001")
+    reader = StatesReader(path)
+    samples = [world.Sample(reader.ids[0], reader.input_ids(0).int(), reader.loss_mask(0))]
+    world.write_part(path, samples, layers=[1, 2])
+    with pytest.raises(DraftlineError, match=rf"{path}: tapped layers \[1, 2\], wanted \[1, 3\]"):
+        world.train(1, 1)
+
+
+def test_missing_part_is_named(run):
+    visits = segment_visits(world.SHARDS, world.PARTS, 1, 1, 1)
+    with pytest.raises(DraftlineError, match=r"hidden_states/0001/0001\.safetensors: missing"):
+        Parts([world.part_path(s, p) for _, s, p in visits[:3]], world.manifest(), visits)
+
+
+def test_state_of_another_training_is_refused_by_path(run):
+    world.train(2, 1)
+    with pytest.raises(DraftlineError, match=r"segments/1/state\.safetensors: does not belong"):
+        world.train(2, 2, layers=1)
+
+
+def test_cut_state_is_refused_by_path(run):
+    path = world.train(2, 1) / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DraftlineError, match=f"{path}: damaged or cut short"):
+        world.train(2, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_gpu_that_is_not_there_is_refused(run):
+    with pytest.raises(DraftlineError, match=r"run\.device: cuda: torch sees no GPU"):
+        world.train(1, 1, device="cuda")
+
+
+def test_more_gpus_than_one_are_refused(run):
+    with pytest.raises(DraftlineError, match=r"run\.train_segment\.gpus: 2: a segment trains on one GPU"):
+        world.train(1, 1, device="cuda", gpus=2)
+
+
+def test_a_diverging_training_stops_and_leaves_nothing(run):
+    with pytest.raises(DraftlineError, match=r"lr: 1e\+20: training diverged at step \d+"):
+        world.train(1, 1, lr=1e20, clip=1e20, epochs=4)
+    assert not Path(world.folder_of(1, 1)).exists()
+
+
+def test_artifacts_are_the_same_files_again(run):
+    one = world.train(1, 1)
+    before = {path.name: path.read_bytes() for path in one.iterdir()}
+    shutil.rmtree(one)
+    again = world.train(1, 1)
+    assert {path.name: path.read_bytes() for path in again.iterdir()} == before
+    assert provenance.read(again / "state.safetensors")["rule"] == "train_segment"

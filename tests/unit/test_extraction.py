@@ -1,0 +1,111 @@
+"""Features are the tapped layers' outputs, whatever shares a batch; nothing above them runs."""
+
+from collections import Counter
+
+import pytest
+import torch
+from small_models import BUILDERS, build
+from states_fixtures import LENGTHS, samples_of
+from transformers.integrations import use_kernel_func_from_hub_with_fallback
+
+from draftline.extraction import batches, extract
+from draftline.kernels import kernels, versions
+from draftline.loading import decoder_layers
+
+TAPPED = [0, 2]
+
+
+def sequences():
+    return [sample.input_ids for sample in samples_of()]
+
+
+def plain_states(model, ids_T):
+    """The same by transformers: one sequence, no padding, no hooks."""
+    with torch.no_grad():
+        states = model(input_ids=ids_T[None].long(), output_hidden_states=True).hidden_states
+    return torch.cat([states[i + 1][0] for i in TAPPED], dim=-1)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 100_000])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_features_equal_output_hidden_states_row_by_row(name, batch_tokens):
+    model = build(name)
+    found = dict(extract(model, TAPPED, sequences(), batch_tokens))
+    assert sorted(found) == list(range(len(LENGTHS)))
+    for n, ids_T in enumerate(sequences()):
+        reference_TF = plain_states(model, ids_T)
+        torch.testing.assert_close(found[n], reference_TF, atol=1e-5 * float(reference_TF.abs().max()), rtol=1e-5)
+
+
+def test_sequences_may_be_lists():
+    model = build("llama")
+    (_, from_tensor), (_, from_list) = (
+        *extract(model, TAPPED, [torch.arange(9)]),
+        *extract(model, TAPPED, [list(range(9))]),
+    )
+    assert torch.equal(from_tensor, from_list)
+
+
+def test_layers_above_the_highest_the_norm_and_the_head_never_run():
+    model, calls = build("hybrid"), Counter()
+    watched = {**{f"layer {i}": layer for i, layer in enumerate(decoder_layers(model))}}
+    watched |= {"norm": model.model.norm, "head": model.lm_head}
+    for name, module in watched.items():
+        module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    forwards = len(batches(LENGTHS, 100))
+    assert len(list(extract(model, [0, 1], sequences(), batch_tokens=100))) == len(LENGTHS)
+    assert calls == {"layer 0": forwards, "layer 1": forwards}
+
+
+def test_hooks_are_gone_between_samples():
+    model = build("llama")
+    for _ in extract(model, TAPPED, sequences(), batch_tokens=100):
+        assert not any(layer._forward_hooks for layer in decoder_layers(model))
+        assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("budget", [1, 63, 64, 150, 10_000])
+def test_batches_hold_each_sequence_once_longest_first_within_the_budget(budget):
+    groups = batches(LENGTHS, budget)
+    flat = [n for group in groups for n in group]
+    assert sorted(flat) == list(range(len(LENGTHS)))
+    assert [LENGTHS[n] for n in flat] == sorted(LENGTHS, reverse=True)
+    for group in groups:
+        assert len(group) == 1 or len(group) * max(LENGTHS[n] for n in group) <= budget
+
+
+def test_kernels_name_attention_and_each_function_of_a_linear_layer():
+    model = build("hybrid")
+    found = kernels(model, model.config.layer_types)
+    assert found["full_attention"] == "sdpa"
+    assert found["linear_attention"]["chunk_gated_delta_rule"] in ("torch", "fla")
+    assert found["linear_attention"]["causal_conv1d_fn"] in ("torch", "causal_conv1d")
+    assert {"torch", "transformers"} <= versions().keys()
+
+
+@use_kernel_func_from_hub_with_fallback("fsum", "math")
+def torch_fsum(values):
+    return values.sum()
+
+
+@use_kernel_func_from_hub_with_fallback("fsum", "a_package_that_nobody_has")
+def torch_plain(values):
+    return values.sum()
+
+
+class Mixer(torch.nn.Module):
+    def forward(self, values):
+        return torch_fsum(values) + torch_plain(values)
+
+
+def test_a_kernel_from_a_package_is_named_by_its_package():
+    model = build("llama")
+    decoder_layers(model)[0].mixer = Mixer()
+    found = kernels(model, ["linear_attention"])["linear_attention"]
+    assert found["fsum"] == "math"
+    assert found["plain"] not in ("math", "a_package_that_nobody_has")
+
+
+def test_no_graph_is_kept():
+    (_, features_TF), *_ = extract(build("llama"), TAPPED, sequences())
+    assert not features_TF.requires_grad
