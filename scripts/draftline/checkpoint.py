@@ -3,7 +3,6 @@
 No tensor is read unless it is asked for, and no torch is needed until then.
 """
 
-import hashlib
 import math
 import re
 from dataclasses import dataclass
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from draftline.errors import DraftlineError
-from draftline.provenance import canonical, safetensors_header
-from draftline.sources import sampled_digest
+from draftline.provenance import safetensors_header
 
 if TYPE_CHECKING:
     import torch
@@ -62,10 +60,6 @@ class Checkpoint:
                 )
         self.head = next((name for name in HEAD_NAMES if name in self.entries), None)
         self.head_bias = "lm_head.bias" in self.entries
-
-    def sha256(self) -> str:
-        """SHA-256 over the files' names and sampled contents: other weights of the same shapes differ."""
-        return hashlib.sha256(canonical({name: sampled_digest(self.folder / name) for name in self.files})).hexdigest()
 
     def read(self, name: str) -> "torch.Tensor":
         """One tensor, in its own dtype, and nothing else."""

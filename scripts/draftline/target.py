@@ -17,7 +17,7 @@ from draftline.chat import compile_template
 from draftline.checkpoint import Checkpoint
 from draftline.errors import DraftlineError
 from draftline.manifest import Manifest
-from draftline.sources import locate
+from draftline.sources import locate, sampled_digest
 from draftline.target_source import Source, find
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def identify(
         architecture=build.name,
         wrapper=text is not config,
         config_sha256=hashlib.sha256((source.folder / "config.json").read_bytes()).hexdigest(),
-        weights_sha256=checkpoint.sha256(),
+        weights_sha256=weights_sha256(checkpoint),
         num_layers=layers,
         layer_types=list(getattr(text, "layer_types", None) or ["full_attention"] * layers),
         hidden_size=text.hidden_size,
@@ -148,6 +148,12 @@ def identify(
         dtype=str(text.dtype or config.dtype or torch.float32).removeprefix("torch."),
         trust_remote_code=target["trust_remote_code"],
     )
+
+
+def weights_sha256(checkpoint: Checkpoint) -> str:
+    """SHA-256 over the weight files' names and sampled contents: other weights of the same shapes differ."""
+    files = {name: sampled_digest(checkpoint.folder / name) for name in checkpoint.files}
+    return hashlib.sha256(provenance.canonical(files)).hexdigest()
 
 
 def read_template(

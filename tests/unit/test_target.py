@@ -23,7 +23,7 @@ from draftline.errors import DraftlineError
 from draftline.heads import Heads
 from draftline.loading import backbone, decoder_layers, load_model
 from draftline.manifest import Manifest
-from draftline.target import make_target, mask_token
+from draftline.target import make_target, mask_token, weights_sha256
 
 RECORD = {"rule": "target", "id": "0" * 16, "settings": "1" * 16, "inputs": {}}
 
@@ -155,7 +155,7 @@ def test_other_wrappers_work_too(tiny_target: MadeTarget, tmp_path: Path, prefix
 
 def test_other_weights_of_the_same_shapes_have_another_hash(tiny_target: MadeTarget, copied: Path) -> None:
     edit_weights(copied, lambda tensors: tensors["lm_head.weight"].mul_(1.001))
-    assert Checkpoint(copied).sha256() != tiny_target.manifest.weights_sha256
+    assert weights_sha256(Checkpoint(copied)) != tiny_target.manifest.weights_sha256
 
 
 def test_an_own_chat_template_replaces_the_models(copied: Path, tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_gguf_weights_are_those_that_the_gguf_library_reads(smollm2_target: Made
         ("output_norm.weight", "model.norm.weight"),
         ("blk.17.ffn_down.weight", "model.layers.17.mlp.down_proj.weight"),
     ):
-        expected = torch.from_numpy(gguf.dequantize(read[name].data, read[name].tensor_type))
+        expected = torch.tensor(gguf.dequantize(read[name].data, read[name].tensor_type))
         assert torch.equal(tensors[place], expected)
 
 
