@@ -87,29 +87,18 @@ class Command:
         add("--gpus", type=int, default=0, metavar="N", help="GPUs that the scheduler gave")
         add("--log", metavar="FILE", help="file that takes all output; progress and errors are shown as well")
 
-    def input(self, name: str, many: bool = False, help: str | None = None) -> None:
+    def input(self, name: str, many: bool = False) -> None:
         """An artifact that the command reads, as ``--{name}`` (several with `many`)."""
         self._inputs.append(name)
-        self._parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            dest=name,
-            required=True,
-            nargs="*" if many else None,
-            metavar="FILE",
-            help=help,
-        )
+        self._file(name, many)
 
-    def output(self, name: str, many: bool = False, help: str | None = None) -> None:
+    def output(self, name: str, many: bool = False) -> None:
         """An artifact that the command writes. The first one declared names the job in the record."""
         self._outputs.append(name)
-        self._parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            dest=name,
-            required=True,
-            nargs="*" if many else None,
-            metavar="FILE",
-            help=help,
-        )
+        self._file(name, many)
+
+    def _file(self, name: str, many: bool) -> None:
+        self.option(name, required=True, nargs="*" if many else None, metavar="FILE")
 
     def option(self, name: str, **how: Any) -> None:
         """A plain option (a wildcard of the rule, say)."""
