@@ -87,18 +87,18 @@ class Command:
         add("--gpus", type=int, default=0, metavar="N", help="GPUs that the scheduler gave")
         add("--log", metavar="FILE", help="file that takes all output; progress and errors are shown as well")
 
-    def input(self, name: str, many: bool = False) -> None:
+    def input(self, name: str, many: bool = False, help: str | None = None) -> None:
         """An artifact that the command reads, as ``--{name}`` (several with `many`)."""
         self._inputs.append(name)
-        self._file(name, many)
+        self._file(name, many, help)
 
-    def output(self, name: str, many: bool = False) -> None:
+    def output(self, name: str, many: bool = False, help: str | None = None) -> None:
         """An artifact that the command writes. The first one declared names the job in the record."""
         self._outputs.append(name)
-        self._file(name, many)
+        self._file(name, many, help)
 
-    def _file(self, name: str, many: bool) -> None:
-        self.option(name, required=True, nargs="*" if many else None, metavar="FILE")
+    def _file(self, name: str, many: bool, help: str | None) -> None:
+        self.option(name, required=True, nargs="*" if many else None, metavar="FILE", help=help)
 
     def option(self, name: str, **how: Any) -> None:
         """A plain option (a wildcard of the rule, say)."""
