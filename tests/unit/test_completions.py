@@ -221,11 +221,11 @@ def test_ids_behind_the_first_stop_token_are_cut(asked, chat, tiny_target, monke
 
 def test_the_mask_token_in_a_prompt_or_a_completion_stops_the_run(asked, chat, tiny_target):
     manifest = tiny_target.manifest
+    used = dataclasses.replace(manifest, mask_token_id=chat.prompt_ids(json.loads(ROWS[0]["messages"]))[-1])
     with pytest.raises(
         DraftlineError, match=r"target\.mask_token_id: \d+: occurs in the data .*of numbers"
     ) as in_prompt:
-        used = chat.prompt_ids(json.loads(ROWS[0]["messages"]))[-1]
-        complete(ROWS, chat, dataclasses.replace(manifest, mask_token_id=used), CONFIG, RUN)
+        complete(ROWS, chat, used, CONFIG, RUN)
     assert not asked
     assert "\n" not in str(in_prompt.value)
     sampled = complete(ROWS, chat, manifest, CONFIG, RUN)["completion_ids"].to_pylist()

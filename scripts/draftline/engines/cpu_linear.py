@@ -2,8 +2,9 @@
 
 Shapes: M rows, I inputs, O outputs.
 
-BLAS spreads W_OI x_IM over threads and cache along the many outputs, and x_MI W_IO along the few rows. The same product the
-other way round took 0.6 to 0.8 of the time on two cores, for 64 and 128 rows of a model of 135M parameters.
+With few rows, BLAS does W_OI x_IM faster than x_MI W_IO where the outputs are many: 64 rows and a vocabulary of 49152 took 76
+instead of 130 ms on one core. Layers of ordinary width take the same time either way on one core; two threads that share their
+cores with other work did better with the product turned round.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 FEW = 256
-"""Rows from which on the two ways take the same time."""
+"""From so many rows on (prompts), the ordinary product is as fast or faster."""
 
 
 class FewRowsLinear(nn.Linear):
