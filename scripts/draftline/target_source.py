@@ -3,6 +3,7 @@
 All end as a folder of safetensors that transformers loads. A GGUF file and the tiny target are written as one.
 """
 
+import functools
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -76,9 +77,12 @@ def _snapshot(target: Mapping[str, Any]) -> Path:
 
 def convert_gguf(file: Path, folder: Path) -> None:
     """Write a GGUF model as float32 safetensors with its config, generation config, tokenizer and chat template."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # transformers parses the metadata, some ten seconds of it, for the tokenizer, the config and the weights alike.
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     say(f"converting {file.name} to safetensors")
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
