@@ -28,7 +28,8 @@ report: $(CPU)
 	@echo "$(CURDIR)/results/report.html"
 
 test: $(TEST)
-	$(BIN)/python -m pytest
+	# Two processes, a file each: tests use one thread.
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(TEST)
 	$(BIN)/ruff format --check .

@@ -192,7 +192,7 @@ def test_export_passes_its_gate(exported):
     assert result["passed"] is True
     assert result["figures"]["tensors"] == 25
     assert result["figures"]["rounded_difference"] == 0
-    assert 0 < result["figures"]["relative_difference"] < 0.03
+    assert 0 < result["figures"]["relative_difference"] < 0.1
 
 
 def test_exported_drafter_computes_the_trained_weights_in_bf16(exported):
