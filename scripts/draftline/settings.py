@@ -5,6 +5,7 @@ of its code and the SHA-256 of its source files. The file is never changed: othe
 input of the rule, and the command reads it instead of any config.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ ROOT = "results/settings"
 
 
 def cut(config: Mapping[str, Any], keys: list[str]) -> dict[str, Any]:
-    """The part of `config` under the dotted `keys`, in config's own nesting. Missing keys are left out."""
+    """The part of `config` under the dotted `keys`, in config's own nesting. A copy; missing keys are left out."""
     part: dict[str, Any] = {}
     for key in keys:
         value: Any = config
@@ -32,7 +33,7 @@ def cut(config: Mapping[str, Any], keys: list[str]) -> dict[str, Any]:
         place = part
         for name in parents:
             place = place.setdefault(name, {})
-        place[last] = value[last]
+        place[last] = copy.deepcopy(value[last])
     return part
 
 

@@ -131,7 +131,10 @@ def write_states(
             yield writer
         finally:
             writer.join()
-        writer.finish()
+        try:
+            writer.finish()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         writer.compare(StatesReader(temporary))
 
 

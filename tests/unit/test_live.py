@@ -12,7 +12,14 @@ from draftline.decode.replay import depth_table, truth, walk
 from draftline.decode.tree import build_tree
 
 SLOTS, LIMIT = 5, 24
-torch.set_grad_enabled(False)
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    with torch.no_grad():
+        yield
+
+
 TARGETS = ["llama", "qwen3", "sliding", "hybrid"]
 METHODS = [None, 1, 6, 16]
 """Budgets; None is the chain."""

@@ -14,6 +14,11 @@ def test_only_the_named_keys_are_cut_out():
     assert settings.cut(CONFIG, ["missing.key"]) == {}
 
 
+def test_what_is_cut_out_is_a_copy():
+    settings.cut(CONFIG, ["drafters.a"])["drafters"]["a"].clear()
+    assert CONFIG["drafters"]["a"] == {"lr": 1}
+
+
 def test_equal_values_share_a_file_and_come_back(tmp_path):
     one = settings.write({"b": 1, "a": [1, "ü"]}, tmp_path)
     two = settings.write({"a": [1, "ü"], "b": 1}, tmp_path)

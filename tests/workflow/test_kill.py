@@ -32,9 +32,9 @@ def greedy(finished, tmp_path_factory) -> Run:
 def undo(run: Run, stage: str) -> None:
     """Take away what the stage and those after it made, the row store included."""
     stages = list(STAGES)[list(STAGES).index(stage) :]
-    folders = {"completions": "completions", "hidden_states": "hidden_states", "train_segment": "drafters"}
-    for name in stages:
-        shutil.rmtree(run.folder / "results" / folders[name])
+    made = {"completions": ["completions", "tokens"], "hidden_states": ["hidden_states"], "train_segment": ["drafters"]}
+    for folder in [folder for name in stages for folder in made[name]]:
+        shutil.rmtree(run.folder / "results" / folder)
     shutil.rmtree(run.folder / "results/logs")
     if stage == "completions":
         shutil.rmtree(run.folder / "results/.resume/rows")
