@@ -194,23 +194,24 @@ class Plan:
     # Edges ------------------------------------------------------------------------------------------------------------
 
     def artifact(self, paths: Callable[[Any], list[str]]) -> Callable[[Any], Any]:
-        """Input function for artifacts: `ancient` where nothing upstream is pending, plain where it is."""
+        """Input function for artifacts: `ancient` for a job that has nothing to do, plain for one that has.
+
+        Plain whatever the artifact's own state: Snakemake asks no job behind one that will run (for an output that it holds
+        for incomplete, say) for reasons of its own, it trusts in the edge.
+        """
         from snakemake.io import ancient
 
         def function(wildcards: Any) -> Any:
             found = paths(wildcards)
-            if not self.main:
+            if not self.main or self.staleness.pending(self._output_of(function, wildcards)):
                 return found
-            return [path if self.staleness.pending(path) else ancient(path) for path in found]
+            return [ancient(path) for path in found]
 
         function.kind, function.paths = "artifact", paths  # type: ignore[attr-defined]
         return function
 
     def gate(self, paths: Callable[[Any], list[str]]) -> Callable[[Any], Any]:
-        """Input function for gates: awaited by a job that has work to do, and never a reason to do it.
-
-        Not `ancient`: Snakemake asks no job behind one that will run for reasons of its own, it trusts in the edge.
-        """
+        """Input function for gates: awaited by a job that has work to do, and never a reason to do it."""
 
         def function(wildcards: Any) -> Any:
             if self.main and not self.staleness.pending(self._output_of(function, wildcards)):
@@ -254,6 +255,7 @@ class Plan:
             settings=settings_hash(self.values(name, wildcards[per] if per else None)),
             inputs=tuple(p for item in functions if item.kind == "artifact" for p in item.paths(wildcards)),
             temporary=temporary,
+            kept=tuple(_plain(o).format(**wildcards) for o in rule.output if not is_flagged(o, "temp")),
         )
 
     # How to run -------------------------------------------------------------------------------------------------------

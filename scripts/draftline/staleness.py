@@ -17,13 +17,14 @@ from draftline.errors import DraftlineError
 
 @dataclass(frozen=True)
 class Node:
-    """The job behind an artifact: its rule, first output, settings hash, and the artifacts it reads."""
+    """The job behind an artifact: its rule, first output, settings hash, the artifacts it reads, and the outputs it keeps."""
 
     rule: str
     first: str
     settings: str
     inputs: tuple[str, ...]
     temporary: bool = False
+    kept: tuple[str, ...] = ()
 
 
 class Staleness:
@@ -66,9 +67,10 @@ class Staleness:
         return bool(self.record(path)) and self.record(path)["id"] != self.wanted(path)
 
     def pending(self, path: str) -> bool:
-        """`path`, or something it is made from, is missing or foreign. Temporary artifacts may be missing."""
+        """`path`, another output of its job, or something it is made from is missing or foreign; temporary ones may be missing."""
         if path not in self._pending:
             node = self._node(path)
-            missing = not os.path.exists(path) and not node.temporary
+            wanted = node.kept if node.temporary else (path, *node.kept)
+            missing = not all(map(os.path.exists, wanted))
             self._pending[path] = missing or self.foreign(path) or any(self.pending(name) for name in node.inputs)
         return self._pending[path]
