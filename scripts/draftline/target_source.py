@@ -82,7 +82,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # transformers parses the metadata, some ten seconds of it, for the tokenizer, the config and the weights alike.
-    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # type: ignore[misc, assignment]
     say(f"converting {file.name} to safetensors")
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
