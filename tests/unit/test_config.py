@@ -64,7 +64,7 @@ def test_presets_are_right(preset):
         ("prompts.decontaminate", ["gsm8k"], "prompts.decontaminate: gsm8k: no such bench; known: humaneval, fresh"),
         ("mask_gate.waive", [{"source": "x", "reason": "because it is so"}], "mask_gate.waive: x: no such source"),
         ("drafters.demo.checkpoints", [3], "drafters.demo.checkpoints: 3: there are only 2 segments"),
-        ("drafters.demo.layer_types", ["full_attention"] * 2, "drafters.demo.layer_types: 2 entries for 1 layers"),
+        ("drafters.demo.layer_types", ["full_attention"], "drafters.demo.layer_types: 1 entries for 2 layers"),
         ("segments", 1000, "segments: 1000: drafter demo has only"),
     ],
 )
