@@ -1,7 +1,7 @@
 """Config, wildcards, and the three kinds of input: artifacts, gates and settings.
 
 Which job has to run is decided by draftline.staleness from the ids inside the artifacts. Snakemake is told so through its
-inputs: what is up to date is `ancient()`, and a settings file is newer than an artifact that it does not match.
+inputs: those of a job with nothing to do are `ancient()`, and a settings file is newer than an artifact that it does not match.
 """
 
 import json
@@ -48,7 +48,7 @@ wildcard_constraints:
 
 
 def artifact(*patterns):
-    """Input artifacts by their patterns; `ancient` where nothing that they are made from has to be made again."""
+    """Input artifacts by their patterns; `ancient` for a job that has nothing to do."""
     return PLAN.artifact(lambda wildcards: [pattern.format(**wildcards) for pattern in patterns])
 
 
