@@ -170,7 +170,7 @@ def read_template(
         known: Any = tokenizer.chat_template
         template = (known.get("default") if isinstance(known, dict) else known) or ""
         if not template:
-            raise DraftlineError(f"{source.name}: has no chat template; name a Jinja file: target.chat_template")
+            raise DraftlineError(f"{source.folder}: has no chat template; name a Jinja file: target.chat_template")
     compile_template(template)
     return template
 

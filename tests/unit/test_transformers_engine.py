@@ -16,8 +16,8 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
+from draftline.cpu_linear import PackedLinear, pack
 from draftline.engines import Request, Sampling, transformers_engine
-from draftline.engines.cpu_linear import FewRowsLinear, turn_round
 from draftline.engines.sampler import distribution, draw, uniform
 from draftline.engines.transformers_engine import Batch, TransformersEngine
 from draftline.loading import load_model
@@ -123,10 +123,10 @@ def test_prompts_run_in_padded_groups_and_alone_give_the_same(expected, monkeypa
     assert {name: result.ids for name, result in answers(model, asked, 16, STOPS).items()} == answer
 
 
-def test_turned_round_linear_layers_give_the_same(expected):
+def test_packed_linear_layers_give_the_same(expected):
     model, asked, answer = copy.deepcopy(expected)
-    turn_round(model)
-    assert sum(type(module) is FewRowsLinear for module in model.modules()) > 10
+    pack(model)
+    assert sum(type(module) is PackedLinear for module in model.modules()) > 10
     assert {name: result.ids for name, result in answers(model, asked, 16, STOPS).items()} == answer
 
 
@@ -162,12 +162,12 @@ def test_a_batch_of_many_generations_keeps_no_more_columns_than_its_rows_need():
 
 
 @pytest.mark.parametrize(("rows", "bias"), [(1, False), (64, True), (300, True)])
-def test_a_turned_round_linear_layer_equals_the_product_in_float64(rows, bias):
+def test_a_packed_linear_layer_equals_the_product_in_float64(rows, bias):
     torch.manual_seed(0)
     layer = torch.nn.Sequential(torch.nn.Linear(48, 96, bias=bias))
     input = torch.randn(rows, 1, 48)
     exact = input.double() @ layer[0].weight.double().T + (layer[0].bias.double() if bias else 0)
-    turn_round(layer)
+    pack(layer)
     torch.testing.assert_close(layer(input).double(), exact, rtol=1e-5, atol=1e-6)
 
 

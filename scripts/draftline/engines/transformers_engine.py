@@ -15,8 +15,8 @@ from typing import Any, Self
 import torch
 from torch.nn.functional import pad
 
+from draftline.cpu_linear import pack
 from draftline.engines import Request, Result, Sampling
-from draftline.engines.cpu_linear import turn_round
 from draftline.engines.sampler import draw
 from draftline.engines.slot_cache import RowCache
 from draftline.errors import DraftlineError
@@ -55,9 +55,7 @@ class TransformersEngine:
         self.manifest, self.device, self.batch = manifest, device, batch
 
     def __enter__(self) -> Self:
-        self._model: Any = load_model(self.manifest, self.device)
-        if self.device == "cpu":
-            turn_round(self._model)
+        self._model: Any = pack(load_model(self.manifest, self.device))
         return self
 
     def __exit__(self, *exception: object) -> None:
