@@ -27,7 +27,7 @@ class PackedLinear(nn.Module):
 
 def pack(model: nn.Module) -> nn.Module:
     """Replace the fp32 linear layers of a frozen model on the CPU, where torch has oneDNN; others stay as they are."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return model
     for module in list(model.modules()):
         for name, layer in module.named_children():
