@@ -22,7 +22,7 @@ rule evaluate:
         settings=settings("evaluate", per="drafter"),
         manifest=artifact("results/target/manifest.json"),
         heads=artifact("results/target/heads.safetensors"),
-        model=artifact("results/drafters/{drafter}/model/model.safetensors"),
+        weights=artifact("results/drafters/{drafter}/model/model.safetensors"),
         completions=artifact("results/benches/{bench}/completions.parquet"),
         states=artifact("results/benches/{bench}/hidden_states.safetensors"),
         gate=gate("results/gates/{drafter}/export.json"),
@@ -45,14 +45,13 @@ rule evaluate:
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --drafter {wildcards.drafter:q} --bench {wildcards.bench:q}"
-        " --manifest {input.manifest:q} --heads {input.heads:q} --weights {input.model:q}"
+        " --manifest {input.manifest:q} --heads {input.heads:q} --weights {input.weights:q}"
         " --completions {input.completions:q} --states {input.states:q} --output {output.evaluation:q}"
 
 
-rule evaluate_checkpoint:
-    """Accepted lengths of a drafter as it was after one of its segments."""
+use rule evaluate as evaluate_checkpoint with:
     input:
-        settings=settings("evaluate_checkpoint", per="drafter"),
+        settings=settings("evaluate", per="drafter"),
         manifest=artifact("results/target/manifest.json"),
         heads=artifact("results/target/heads.safetensors"),
         weights=artifact("results/drafters/{drafter}/segments/{segment}/weights.safetensors"),
@@ -64,21 +63,6 @@ rule evaluate_checkpoint:
         "results/logs/evaluate_checkpoint/{drafter}-{segment}-{bench}.log",
     benchmark:
         "results/benchmarks/evaluate_checkpoint/{drafter}-{segment}-{bench}.tsv"
-    conda:
-        "../envs/cpu.yaml"
-    threads: 2
-    resources:
-        gpu=need("evaluate_checkpoint", "gpus"),
-        mem_mb=need("evaluate_checkpoint", "mem_mb"),
-        runtime=need("evaluate_checkpoint", "runtime"),
-        disk_mb=need("evaluate_checkpoint", "disk_mb"),
-    params:
-        command=command("evaluate_checkpoint"),
-    shell:
-        "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
-        " --drafter {wildcards.drafter:q} --bench {wildcards.bench:q}"
-        " --manifest {input.manifest:q} --heads {input.heads:q} --weights {input.weights:q}"
-        " --completions {input.completions:q} --states {input.states:q} --output {output.evaluation:q}"
 
 
 rule evaluate_baseline:

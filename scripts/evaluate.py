@@ -1,4 +1,4 @@
-"""Accepted lengths of an exported drafter on an evaluation set, replayed from the target's completions and hidden states."""
+"""Accepted lengths of a drafter, exported or kept at a checkpoint, on an evaluation set, replayed from the target's completions and hidden states."""
 
 from draftline.cli import Command, Job
 
@@ -7,7 +7,7 @@ command.option("drafter", required=True, metavar="NAME", help="name below drafte
 command.option("bench", required=True, metavar="NAME", help="name below benches in the config")
 command.input("manifest")
 command.input("heads")
-command.input("weights", help="model.safetensors, its config.json beside it")
+command.input("weights", help="the model or a kept checkpoint (safetensors)")
 command.input("completions")
 command.input("states", help="hidden states of these completions")
 command.output("output")

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftline import memory
 from draftline.checkpoint import Checkpoint
 from draftline.errors import DraftlineError
 from draftline.manifest import Manifest
@@ -97,11 +98,10 @@ def _renaming(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _check_memory(needed: float, device: str, folder: Path) -> None:
-    import psutil
     import torch
 
     needed *= HEADROOM
-    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    free = memory.available() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > free:
         raise DraftlineError(
             f"{folder}: needs {needed / 1e9:.1f} GB on {device}, {free / 1e9:.1f} GB are free;"

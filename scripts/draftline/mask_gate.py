@@ -4,6 +4,7 @@ Data whose answers are all the same few tokens looks healthy to everything but t
 read here, per source, over the rows that stopped by themselves: a row that was cut says nothing about how long answers are.
 """
 
+import math
 import os
 import shutil
 from collections import Counter, defaultdict
@@ -26,6 +27,11 @@ TEXT_TOKENS = 24
 STORAGE_BYTES = {"bf16": 2, "fp32": 4}
 STATUS_LIMITS = {"truncated": "truncated_share", "repetition": "looping_share", "empty": "empty_share"}
 STATUS_WORDS = {"truncated": "truncated", "repetition": "loops", "empty": "empty"}
+
+FEW = 50
+"""Of fewer rows, a share must be over its limit beyond chance."""
+CERTAINTY = 1.645
+"""Standard deviations of a normal distribution that leave 5% above."""
 
 Decode = Callable[[list[int]], str]
 
@@ -132,7 +138,8 @@ def _check_source(
 
     def limit(key: str, found: int, of: int, text: str, samples: list[str]) -> None:
         # A single row is no share: of four answers one may be short.
-        if found > 1 and found / of > limits[key]:
+        share = least_share(found, of) if 0 < of < FEW else found / max(of, 1)
+        if found > 1 and share > limits[key]:
             findings.append(Finding(f"{text} (mask_gate.{key}: {limits[key]})", key, found / of - limits[key], samples))
 
     if len(rows):
@@ -175,6 +182,15 @@ def _dominant(
         "text": decode(np.frombuffer(answer, np.int32).tolist()) + more,
         "samples": [masks.ids[row] for row in alike if masks.answers[row] == answer][:EXAMPLES],
     }
+
+
+def least_share(found: int, of: int) -> float:
+    """The share that `found` of `of` rows show beyond chance: Wilson's lower bound at one-sided 95%.
+
+    Two of eight rows are no sign that over a fifth of a source is bad, five are.
+    """
+    share, spread = found / of, CERTAINTY**2 / of
+    return (share + spread / 2 - CERTAINTY * math.sqrt((share * (1 - share) + spread / 4) / of)) / (1 + spread)
 
 
 def _share(found: int, of: int) -> float:

@@ -49,7 +49,6 @@ KEYS: dict[str, list[str]] = {
     "export": ["target.chat_template"],
     "export_gate": [],
     "evaluate": ["evaluate"],
-    "evaluate_checkpoint": ["evaluate"],
     "evaluate_baseline": ["evaluate"],
     "report": [],
 }
@@ -71,7 +70,6 @@ KIND_OF_WORK = {
     "bench_hidden_states": "hidden_states",
     "train_segment": "train_segment",
     "evaluate": "evaluate",
-    "evaluate_checkpoint": "evaluate",
     "evaluate_baseline": "evaluate",
 }
 """Rules that share `run.{kind}` of the config; all others are light and run on the CPU."""

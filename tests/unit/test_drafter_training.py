@@ -67,7 +67,7 @@ def test_three_segments_equal_one_bit_for_bit(run):
     assert_equal_states(whole, cut[-1])
     assert metrics(whole) == metrics(*cut)
     assert len(metrics(whole)) == 14  # 2 epochs of 20 samples in batches of 3: 13 and a short one
-    assert not Path("results/.resume/train").exists() or not list(Path("results/.resume/train").iterdir())
+    assert not list(Path("results/.resume/train").rglob("*.safetensors"))
 
 
 def test_a_killed_and_resumed_run_equals_an_undisturbed_one(run):
@@ -75,7 +75,7 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(run):
     undisturbed = world.train(1, 1, **changes)
     expected, rows = tensors(undisturbed), metrics(undisturbed)
     shutil.rmtree(undisturbed)
-    checkpoint = Path("results/.resume/train") / world.record("train_segment", str(undisturbed))["id"]
+    checkpoint = Path("results/.resume/train/demo/1") / world.record("train_segment", str(undisturbed))["id"]
     command = [sys.executable, world.__file__, json.dumps(changes)]
     path = os.pathsep.join(entry for entry in sys.path if entry)
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE)
@@ -95,6 +95,17 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(run):
     assert metrics(resumed) == rows
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(resumed).items())
     assert not checkpoint.exists()
+
+
+def test_checkpoints_of_other_settings_are_cleared_when_a_segment_begins(run):
+    other = Path("results/.resume/train/demo/1/0123456789abcdef/state.safetensors")
+    untouched = Path("results/.resume/train/demo/2/0123456789abcdef/state.safetensors")
+    for path in (other, untouched):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"old")
+    world.train(2, 1)
+    assert not other.exists()
+    assert untouched.exists()
 
 
 def step_of(checkpoint):

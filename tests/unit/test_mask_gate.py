@@ -109,6 +109,18 @@ def test_short_answers_have_a_share_and_a_single_row_is_none(short, others, fail
     assert [f"{short} of {short + others} answers" in text for text in result.failures] == [True] * fails
 
 
+@pytest.mark.parametrize(
+    ("loops", "of", "fails"),
+    [(2, 8, False), (3, 8, False), (4, 8, True), (14, 49, False), (15, 49, True), (11, 50, True)],
+)
+def test_a_share_of_few_rows_is_over_its_limit_only_beyond_chance(loops, of, fails):
+    """Wilson's bounds of 3, 4 of 8 and 14, 15 of 49 are 0.161, 0.249 and 0.193, 0.210."""
+    answers = [[60] * (19 + n) + [3] for n in range(60)]
+    counts = {"ok": of - loops, "repetition": loops, "kept": of}
+    found = verdict(samples(answers, counts=counts), looping_share=0.2).failures
+    assert bool(found) == fails
+
+
 @pytest.mark.parametrize(("length", "fails"), [(15, True), (16, False)])
 def test_short_means_under_two_blocks(length, fails):
     answers = samples([[60] * (length - 1) + [3]] * 20)

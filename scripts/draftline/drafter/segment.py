@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from draftline.manifest import Manifest
 
 CHECKPOINTS = "results/.resume/train"
-"""Where a running segment keeps its state, in a folder named after the record's id, so that no other takes it up."""
+"""Where a running segment keeps its state: {drafter}/{segment}/{the record's id}, so that no other takes it up."""
 
 SAVE_EVERY = 60.0
 """Seconds between checkpoints inside a segment."""
@@ -89,7 +89,9 @@ def train_segment(
     data = training_data(mask)
     steps = total_steps(recipe.epochs, data["samples"], recipe.batch)
 
-    folder = Path(CHECKPOINTS, record["id"])
+    folder = Path(CHECKPOINTS, drafter, str(segment), record["id"])
+    for other in set(folder.parent.glob("*")) - {folder}:
+        shutil.rmtree(other)  # of other settings; a large drafter's takes tens of gigabytes
     checkpoint = folder / "state.safetensors"
     if checkpoint.exists():
         before = State.load(checkpoint)
