@@ -10,7 +10,7 @@ MOUNT = Path("/sys/fs/cgroup")
 
 def available() -> int:
     """Bytes. SLURM, containers and systemd set limits by control groups; a process over one is killed without a word."""
-    return min([psutil.virtual_memory().available, *_left_in_groups()])
+    return min([int(psutil.virtual_memory().available), *_left_in_groups()])
 
 
 def _left_in_groups() -> Iterator[int]:
