@@ -70,9 +70,12 @@ def settings(rule, per=None):
 
 
 def command(rule):
-    """Command line of a rule's script, with the options that do not change its result."""
+    """Command line of a rule's script, with the options that do not change its result.
+
+    It takes the place of its shell: a shell between would die of the SIGTERM upon which the command still saves its work.
+    """
     options = json.dumps(PLAN.run_options(rule))
-    return shlex.join([sys.executable, str(WORKFLOW / "scripts" / f"{rule}.py"), "--run", options])
+    return "exec " + shlex.join([sys.executable, str(WORKFLOW / "scripts" / f"{rule}.py"), "--run", options])
 
 
 def need(rule, resource):
