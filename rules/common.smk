@@ -15,17 +15,19 @@ from snakemake.utils import validate
 WORKFLOW = Path(workflow.basedir)
 sys.path.insert(0, str(WORKFLOW / "scripts"))
 
-from draftline import plan
+from draftline import plan, slurm
 from draftline.errors import DraftlineError
 
 sys.path.remove(str(WORKFLOW / "scripts"))
 
-if not workflow.overwrite_configfiles:
+if workflow.is_main_process and not workflow.overwrite_configfiles:
 
     configfile: "config.yaml" if os.path.exists("config.yaml") else WORKFLOW / "config.yaml"
 
 
 try:
+    if workflow.is_main_process:
+        slurm.settle(act=not workflow.output_settings.dryrun)
     config = plan.resolve(config, WORKFLOW, validate, main=workflow.is_main_process)
     PLAN = plan.Plan(config, WORKFLOW, workflow.rules, main=workflow.is_main_process)
 except DraftlineError as error:
@@ -68,14 +70,27 @@ def settings(rule, per=None):
 
 
 def command(rule):
-    """Command line of a rule's script, with the options that do not change its result."""
+    """Command line of a rule's script, with the options that do not change its result.
+
+    It takes the place of its shell: a shell between would die of the SIGTERM upon which the command still saves its work.
+    """
     options = json.dumps(PLAN.run_options(rule))
-    return shlex.join([sys.executable, str(WORKFLOW / "scripts" / f"{rule}.py"), "--run", options])
+    return "exec " + shlex.join([sys.executable, str(WORKFLOW / "scripts" / f"{rule}.py"), "--run", options])
 
 
 def need(rule, resource):
-    """A resource of a rule: from `run.{rule}` of the config, else the plan's estimate."""
-    return PLAN.resource(rule, resource)
+    """A resource of a rule: from `run.{rule}` of the config, else the plan's estimate; more at another attempt."""
+    return PLAN.need(rule, resource)
+
+
+def slurm_extra(rule):
+    """Options of sbatch for a rule's jobs, asked anew at each submission."""
+    return lambda wildcards, attempt: slurm.extra_options(rule, PLAN.resource(rule, "runtime", attempt))
+
+
+def on_submit_host(rule):
+    """Whether a rule's jobs run beside Snakemake wherever others go."""
+    return PLAN.on_submit_host(rule)
 
 
 def previous_state(wildcards):

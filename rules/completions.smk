@@ -29,6 +29,7 @@ rule canary:
         mem_mb=need("canary", "mem_mb"),
         runtime=need("canary", "runtime"),
         disk_mb=need("canary", "disk_mb"),
+        slurm_extra=slurm_extra("canary"),
     params:
         command=command("canary"),
     shell:
@@ -59,6 +60,7 @@ rule completions:
         mem_mb=need("completions", "mem_mb"),
         runtime=need("completions", "runtime"),
         disk_mb=need("completions", "disk_mb"),
+        slurm_extra=slurm_extra("completions"),
     params:
         command=command("completions"),
     shell:
@@ -88,6 +90,7 @@ rule bench_completions:
         mem_mb=need("bench_completions", "mem_mb"),
         runtime=need("bench_completions", "runtime"),
         disk_mb=need("bench_completions", "disk_mb"),
+        slurm_extra=slurm_extra("bench_completions"),
     params:
         command=command("bench_completions"),
     shell:

@@ -40,6 +40,7 @@ rule evaluate:
         mem_mb=need("evaluate", "mem_mb"),
         runtime=need("evaluate", "runtime"),
         disk_mb=need("evaluate", "disk_mb"),
+        slurm_extra=slurm_extra("evaluate"),
     params:
         command=command("evaluate"),
     shell:
@@ -88,6 +89,7 @@ rule evaluate_baseline:
         mem_mb=need("evaluate_baseline", "mem_mb"),
         runtime=need("evaluate_baseline", "runtime"),
         disk_mb=need("evaluate_baseline", "disk_mb"),
+        slurm_extra=slurm_extra("evaluate_baseline"),
     params:
         command=command("evaluate_baseline"),
     shell:

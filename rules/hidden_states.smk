@@ -34,6 +34,7 @@ rule hidden_states:
         mem_mb=need("hidden_states", "mem_mb"),
         runtime=need("hidden_states", "runtime"),
         disk_mb=need("hidden_states", "disk_mb"),
+        slurm_extra=slurm_extra("hidden_states"),
     params:
         command=command("hidden_states"),
     shell:
@@ -61,6 +62,7 @@ rule hidden_states_gate:
         mem_mb=need("hidden_states_gate", "mem_mb"),
         runtime=need("hidden_states_gate", "runtime"),
         disk_mb=need("hidden_states_gate", "disk_mb"),
+        slurm_extra=slurm_extra("hidden_states_gate"),
     params:
         command=command("hidden_states_gate"),
     shell:
@@ -88,6 +90,7 @@ rule bench_hidden_states:
         mem_mb=need("bench_hidden_states", "mem_mb"),
         runtime=need("bench_hidden_states", "runtime"),
         disk_mb=need("bench_hidden_states", "disk_mb"),
+        slurm_extra=slurm_extra("bench_hidden_states"),
     params:
         command=command("bench_hidden_states"),
     shell:

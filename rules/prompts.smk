@@ -17,6 +17,7 @@ rule bench_prompts:
         "results/logs/bench_prompts/{bench}.log",
     benchmark:
         "results/benchmarks/bench_prompts/{bench}.tsv"
+    localrule: on_submit_host("bench_prompts")
     conda:
         "../envs/cpu.yaml"
     threads: 1
@@ -45,6 +46,7 @@ rule prompts:
         "results/logs/prompts/prompts.log",
     benchmark:
         "results/benchmarks/prompts/prompts.tsv"
+    localrule: on_submit_host("prompts")
     conda:
         "../envs/cpu.yaml"
     threads: 1

@@ -25,6 +25,7 @@ rule report:
         "results/logs/report/report.log",
     benchmark:
         "results/benchmarks/report/report.tsv"
+    localrule: on_submit_host("report")
     conda:
         "../envs/cpu.yaml"
     threads: 1

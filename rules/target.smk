@@ -18,6 +18,7 @@ rule target:
         "results/logs/target/target.log",
     benchmark:
         "results/benchmarks/target/target.tsv"
+    localrule: on_submit_host("target")
     conda:
         "../envs/cpu.yaml"
     threads: 2

@@ -23,6 +23,7 @@ rule tokens:
         "results/logs/tokens/{shard}.log",
     benchmark:
         "results/benchmarks/tokens/{shard}.tsv"
+    localrule: on_submit_host("tokens")
     conda:
         "../envs/cpu.yaml"
     threads: 1
@@ -52,6 +53,7 @@ rule mask_gate_shard:
         "results/logs/mask_gate_shard/{shard}.log",
     benchmark:
         "results/benchmarks/mask_gate_shard/{shard}.tsv"
+    localrule: on_submit_host("mask_gate_shard")
     conda:
         "../envs/cpu.yaml"
     threads: 1
@@ -81,6 +83,7 @@ rule mask_stats:
         "results/logs/mask_stats/mask_stats.log",
     benchmark:
         "results/benchmarks/mask_stats/mask_stats.tsv"
+    localrule: on_submit_host("mask_stats")
     conda:
         "../envs/cpu.yaml"
     threads: 1
@@ -109,6 +112,7 @@ rule mask_gate:
         "results/logs/mask_gate/mask_gate.log",
     benchmark:
         "results/benchmarks/mask_gate/mask_gate.tsv"
+    localrule: on_submit_host("mask_gate")
     conda:
         "../envs/cpu.yaml"
     threads: 1

@@ -55,6 +55,7 @@ rule train_segment:
         mem_mb=need("train_segment", "mem_mb"),
         runtime=need("train_segment", "runtime"),
         disk_mb=need("train_segment", "disk_mb"),
+        slurm_extra=slurm_extra("train_segment"),
     params:
         command=command("train_segment"),
     shell:
@@ -85,6 +86,7 @@ rule keep_checkpoint:
         "results/logs/keep_checkpoint/{drafter}-{segment}.log",
     benchmark:
         "results/benchmarks/keep_checkpoint/{drafter}-{segment}.tsv"
+    localrule: on_submit_host("keep_checkpoint")
     conda:
         "../envs/cpu.yaml"
     threads: 1
@@ -114,6 +116,7 @@ rule export:
         "results/logs/export/{drafter}.log",
     benchmark:
         "results/benchmarks/export/{drafter}.tsv"
+    localrule: on_submit_host("export")
     conda:
         "../envs/cpu.yaml"
     threads: 1
@@ -144,6 +147,7 @@ rule export_gate:
         "results/logs/export_gate/{drafter}.log",
     benchmark:
         "results/benchmarks/export_gate/{drafter}.tsv"
+    localrule: on_submit_host("export_gate")
     conda:
         "../envs/cpu.yaml"
     threads: 1

@@ -35,6 +35,7 @@ from draftline import progress, provenance
 from draftline.errors import DraftlineError
 from draftline.fingerprint import SCRIPTS, fingerprint
 from draftline.settings import load, settings_hash
+from draftline.writing import claim
 
 log = logging.getLogger("draftline")
 
@@ -107,6 +108,16 @@ class Command:
     def run(self, work: Callable[[Job], None], arguments: list[str] | None = None) -> NoReturn:
         """Parse, check, work, and exit: 0, or 1 with the reason in one or two lines."""
         options = vars(self._parser.parse_args(arguments))
+        try:
+            lock = claim(_listed(options[self._outputs[0]])[0])
+        except DraftlineError as error:
+            _fail(None, f"{self.rule}: {error}")
+        except OSError as error:
+            _fail(None, f"{self.rule}: {_system_error(error)}")
+        with lock:  # Before the log is opened: a second writer must not empty the first one's.
+            self._run(work, options)
+
+    def _run(self, work: Callable[[Job], None], options: dict[str, Any]) -> NoReturn:
         log_path = options.pop("log")
         terminal = _open_log(log_path)
         started = time.time()

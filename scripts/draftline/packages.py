@@ -2,6 +2,7 @@
 
 import fnmatch
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,13 @@ from pathlib import Path
 from draftline.errors import DraftlineError
 from draftline.progress import say
 from draftline.provenance import replacing
+
+OFFLINE = "HF_HUB_OFFLINE"
+"""Environment variable under which nothing is fetched; jobs on compute nodes have it (draftline.plan)."""
+HERE_OFFLINE = (
+    "nothing is fetched here (HF_HUB_OFFLINE is set, as on every compute node); make results/target/manifest.json and"
+    " results/benches/ on the submit host first"
+)
 
 
 def fetch(spec: Mapping[str, str], cache: Path) -> Path:
@@ -41,6 +49,8 @@ def fetch(spec: Mapping[str, str], cache: Path) -> Path:
 
 def _download(spec: Mapping[str, str], folder: Path) -> Path:
     package = spec["package"]
+    if os.environ.get(OFFLINE):
+        raise DraftlineError(f"config: package: {package}: is not in {folder}, and {HERE_OFFLINE}")
     say(f"fetching {package} from the package index")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:

@@ -21,6 +21,7 @@ from draftline import sources
 from draftline.config import check, check_schema
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
+from draftline.packages import OFFLINE
 from draftline.provenance import canonical, digest
 from draftline.settings import ROOT, cut, settings_hash, write
 from draftline.staleness import Node, Staleness
@@ -28,7 +29,8 @@ from draftline.visits import segment_visits
 
 STALE = Path("results/.resume/stale.json")
 RUN_FILE = "DRAFTLINE_RUN"
-"""Environment variable with the path of the run's resolved config; set by the main process, read by its jobs."""
+"""Environment variable with the path of the run file: resolved config and settings files by rule. The main process writes
+it and its jobs read it, so that what they do was decided when the run started."""
 
 KEYS: dict[str, list[str]] = {
     "target": ["target"],
@@ -73,17 +75,39 @@ KIND_OF_WORK = {
     "evaluate_baseline": "evaluate",
 }
 """Rules that share `run.{kind}` of the config; all others are light and run on the CPU."""
+GROWING = ("mem_mb", "runtime")
+"""Resources of which another attempt gets more."""
+DOWNLOADS = ("target", "bench_prompts")
+"""Rules that may fetch from the network, which compute nodes often lack."""
 
 
 def resolve(config: dict[str, Any], workflow: Path, validate: Callable[..., None], main: bool) -> dict[str, Any]:
     """The config with defaults, checked. A job of a running workflow takes the one that its main process resolved."""
-    if not main and os.environ.get(RUN_FILE):
-        return dict(json.loads(Path(os.environ[RUN_FILE]).read_text(encoding="utf-8"))["config"])
+    if not main:
+        return dict(planned()["config"])
     schema = workflow / "schemas" / "config.schema.yaml"
     check_schema(config, yaml.safe_load(schema.read_text(encoding="utf-8")))
     validate(config, str(schema))
     check(config)
     return config
+
+
+def planned() -> dict[str, Any]:
+    """The run file, as a job gets it from its main process: `config`, and `settings` by `settings_name`."""
+    try:
+        return dict(json.loads(Path(os.environ[RUN_FILE]).read_text(encoding="utf-8")))
+    except KeyError:
+        raise DraftlineError(
+            f"{RUN_FILE}: not in this job's environment, so it cannot know what was planned; have the cluster pass the"
+            " environment of the submit host on (sbatch --export=ALL)"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DraftlineError(f"{os.environ[RUN_FILE]}: cannot be read ({error}); start the run again") from None
+
+
+def settings_name(rule: str, entry: str | None) -> str:
+    """Folder of a rule's settings files below results/settings/; `entry` is the drafter or bench that they are for."""
+    return f"{rule}.{entry}" if entry else rule
 
 
 class Wildcards(dict):  # type: ignore[type-arg]
@@ -99,22 +123,33 @@ class Plan:
         self.config, self.workflow, self.rules, self.main = config, workflow, rules, main
         self.staleness = Staleness(self.node)
         self._values: dict[tuple[str, str | None], dict[str, Any]] = {}
-        self._written: dict[str, Path] = {}
+        self._written: dict[str, str] = {} if main else planned()["settings"]
         self._nodes: dict[str, Node] = {}
         self._first: dict[int, str] = {}
-        self.root = Path(ROOT)
-        if main:
-            self._store_run()
+        self.root = self._settings_root() if main else Path(ROOT)
+        if not main:
+            os.environ[OFFLINE] = "1"
+
+    @staticmethod
+    def _settings_root() -> Path:
+        """Where settings are written: elsewhere when results/ is read-only."""
+        root = Path(ROOT)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=root).close()
+        except OSError:
+            print("results/: not writable; a dry run (-n) works, anything else will not", file=sys.stderr)
+            root = Path(tempfile.gettempdir()) / f"draftline-{os.getuid()}" / digest(os.getcwd()) / "settings"
+        return root
 
     def _store_run(self) -> None:
-        """Freeze the resolved config for the jobs of this run; settings go elsewhere when results/ is read-only."""
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            path = write({"config": self.config}, self.root / "run")
-        except OSError:
-            self.root = Path(tempfile.gettempdir()) / f"draftline-{os.getuid()}" / digest(os.getcwd()) / "settings"
-            print("results/: not writable; a dry run (-n) works, anything else will not", file=sys.stderr)
-            path = write({"config": self.config}, self.root / "run")
+        """Freeze config and settings for the jobs of this run, which may start when both have changed."""
+        entries = {None: [None], "drafter": self.config["drafters"], "bench": self.config["benches"]}
+        for rule in self.rules:
+            for name, per in (item.of for item in rule.input if getattr(item, "kind", None) == "settings"):
+                for entry in entries[per]:
+                    self._write(name, entry)
+        path = write({"config": self.config, "settings": self._written}, self.root / "run")
         os.environ[RUN_FILE] = str(path.resolve())
 
     # Settings ---------------------------------------------------------------------------------------------------------
@@ -170,9 +205,9 @@ class Plan:
 
         def function(wildcards: Any) -> Any:
             entry = wildcards[per] if per else None
-            path = str(self._write(rule, entry))
             if not self.main:
-                return ancient(path)
+                return ancient(self._written[settings_name(rule, entry)])
+            path = self._write(rule, entry)
             output = self._output_of(function, wildcards)
             if not self.staleness.foreign(output):
                 return ancient(path)
@@ -183,10 +218,10 @@ class Plan:
         function.of = (rule, per)  # type: ignore[attr-defined]
         return function
 
-    def _write(self, rule: str, entry: str | None) -> Path:
-        name = f"{rule}.{entry}" if entry else rule
+    def _write(self, rule: str, entry: str | None) -> str:
+        name = settings_name(rule, entry)
         if name not in self._written:
-            self._written[name] = write(self.values(rule, entry), self.root / name)
+            self._written[name] = str(write(self.values(rule, entry), self.root / name))
         return self._written[name]
 
     # Edges ------------------------------------------------------------------------------------------------------------
@@ -266,12 +301,30 @@ class Plan:
             options["batch"] = self.config["run"][kind]["batch"]
         return options
 
-    def resource(self, rule: str, name: str) -> int:
-        """A resource from `run.{kind}` of the config, or its default; no GPU when the device is the CPU."""
-        kind = KIND_OF_WORK.get(rule, "light")
-        if name == "gpus" and self.config["run"]["device"] == "cpu":
+    def resource(self, rule: str, name: str, attempt: int = 1) -> int:
+        """A resource from `run.{kind}` of the config, or its default; no GPU when the device is the CPU.
+
+        Memory (`mem_mb`) and time (`runtime`, minutes) grow with the attempt, up to `run.limits`.
+        """
+        kind, run = KIND_OF_WORK.get(rule, "light"), self.config["run"]
+        if name == "gpus" and run["device"] == "cpu":
             return 0
-        return int(self.config["run"].get(kind, {}).get(name, RESOURCES[kind][name]))
+        amount = int(run[kind].get(name, RESOURCES[kind][name]))
+        return min(amount * attempt, int(run["limits"].get(name, amount * attempt)))
+
+    def need(self, rule: str, name: str) -> int | Callable[..., int]:
+        """A resource as Snakemake takes it: a function of the attempt for one that grows."""
+        if name not in GROWING:
+            return self.resource(rule, name)
+
+        def amount(wildcards: Any, attempt: int) -> int:
+            return self.resource(rule, name, attempt)
+
+        return amount
+
+    def on_submit_host(self, rule: str) -> bool:
+        """Whether the jobs of a light rule run beside Snakemake instead of going to a cluster."""
+        return rule in DOWNLOADS or self.config["run"]["light"]["where"] == "submit_host"
 
     def segment_visits(self, drafter: str, segment: int) -> list[tuple[int, str, str]]:
         """(epoch, shard, part) visits of a training segment."""
@@ -293,6 +346,7 @@ class Plan:
         """
         if not self.main:
             return
+        self._store_run()
         again: dict[str, list[str]] = defaultdict(list)
         for path in paths:
             if os.path.exists(path) and self.staleness.pending(path):

@@ -4,6 +4,7 @@ All end as a folder of safetensors that transformers loads. A GGUF file and the 
 """
 
 import functools
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,10 @@ def _snapshot(target: Mapping[str, Any]) -> Path:
     try:
         return Path(snapshot_download(target["hub"], revision=target["revision"], allow_patterns=files))
     except (OSError, ValueError) as error:
+        if os.environ.get(packages.OFFLINE):
+            raise DraftlineError(
+                f"config: target.hub: {target['hub']} is not in the hub's cache, and {packages.HERE_OFFLINE}"
+            ) from None
         reason = str(error).strip().splitlines()[0]
         raise DraftlineError(
             f"config: target.hub: {target['hub']} at {target['revision']}: {reason[:200]};"

@@ -6,11 +6,12 @@ rates follow from the settings and from numbers in the state, and an unfinished 
 
 import dataclasses
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -76,7 +77,7 @@ def train_segment(
     """Train segment 1..`config["segments"]` of a drafter: parts, heads, stats and the state before -> state and metrics.
 
     `config` is the rule's settings slice. Raises DraftlineError for inputs that are torn or do not belong together, and
-    when training diverges.
+    when training diverges, or when SIGTERM ended it: then its state is saved, and the next start goes on from there.
     """
     _check_device(device, gpus)
     values, segments = config["drafters"][drafter], config["segments"]
@@ -145,17 +146,40 @@ def run(
         progress.add(len(carried), loss=f"{rows[-1]['loss']:.3f}", tau=f"{rows[-1]['tau']:.2f}")
         carried.clear()
 
-    for finished, taken, sample in _places(parts, remaining, trainer.recipe.seed, state.visits, state.taken):
-        carried.append(sample)
-        if len(carried) == trainer.recipe.batch:
+    with _Stop() as stop:
+        for finished, taken, sample in _places(parts, remaining, trainer.recipe.seed, state.visits, state.taken):
+            carried.append(sample)
+            if len(carried) == trainer.recipe.batch:
+                step()
+                if time.monotonic() > due or stop.asked:
+                    began = time.monotonic()
+                    snapshot(finished, taken).save(checkpoint, record)
+                    due = time.monotonic() + max(save_every, (time.monotonic() - began) / SAVE_SHARE)
+                if stop.asked:
+                    raise DraftlineError(
+                        f"stopped by SIGTERM (time limit or preemption) after step {trainer.step} of {trainer.total};"
+                        " its state is saved, and the next start goes on from there"
+                    )
+        if last and carried:
             step()
-            if time.monotonic() > due:
-                began = time.monotonic()
-                snapshot(finished, taken).save(checkpoint, record)
-                due = time.monotonic() + max(save_every, (time.monotonic() - began) / SAVE_SHARE)
-    if last and carried:
-        step()
     return snapshot(first + len(visits), 0)
+
+
+class _Stop:
+    """Turns SIGTERM into a wish, `asked`, that is granted between two steps."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
 
 
 def _places(

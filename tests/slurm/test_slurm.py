@@ -1,0 +1,216 @@
+"""The tiny chain through profiles/slurm on a real SLURM: whom it gives GPUs, and what survives which kill.
+
+One file, so that the tests share one cluster.
+"""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import psutil
+from slurm_box import slurm, until
+from slurm_run import SlurmRun
+
+from draftline import provenance
+
+
+def hold(partition: str = "gpu") -> None:
+    """Let jobs wait in the queue."""
+    subprocess.run(["scontrol", "update", f"partition={partition}", "state=DOWN"], check=True)
+
+
+def release(partition: str = "gpu") -> None:
+    subprocess.run(["scontrol", "update", f"partition={partition}", "state=UP"], check=True)
+
+
+def gpus_in_use() -> list[tuple[str, str]]:
+    """(node, index) of each GPU that a running job has, once for each job that has it."""
+    found = []
+    for job in slurm("scontrol", "show", "job", "-d").split("\n\n"):
+        if "JobState=RUNNING" in job:
+            for node, places in re.findall(r"Nodes=(\S+) .*GRES=gpu:h100:\d+\(IDX:([\d,-]+)\)", job):
+                first, _, last = places.partition("-")
+                found += [(node, str(place)) for place in range(int(first), int(last or first) + 1)]
+    return found
+
+
+def command_of(run: SlurmRun, rule: str) -> list[psutil.Process]:
+    """Processes that run a rule's script in this run's folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cmdline()[1:2] == [str(run.folder / "scripts" / f"{rule}.py")]:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_gpus_are_never_shared_and_a_cancelled_job_is_started_again(run):
+    """Six jobs for four GPUs, all in the queue at once; one is cancelled while it runs."""
+    run.edit("tiny.yaml", "shards: 1", "shards: 6")
+    run.snakemake("results/gates/canary.json")
+    targets = [f"results/completions/{shard:04d}.parquet" for shard in range(6)]
+    hold()
+    snakemake = run.start(*targets)
+    run.until_jobs(6, "PENDING")
+    release()
+    most, waited, cancelled = 0, False, False
+    while snakemake.poll() is None:
+        used = gpus_in_use()
+        assert max(Counter(used).values(), default=0) <= 1, used
+        most = max(most, len(used))
+        waited |= len(used) == 4 and "Resources" in slurm("squeue", "-h", "--states=PENDING", "--format=%r")
+        if len(used) == 4 and not cancelled:
+            subprocess.run(["scancel", run.jobs("RUNNING")[-1][0]], check=True)
+            cancelled = True
+        time.sleep(0.3)
+    assert snakemake.returncode == 0, run.log()
+    assert (most, waited, cancelled) == (4, True, True)
+    assert len(run.jobs("CANCELLED")) == 1
+    assert Counter(what for _, _, what in run.jobs("COMPLETED")) == {
+        f"rule_completions_wildcards_{shard:04d}": 1 for shard in range(6)
+    }
+    for target in targets:
+        assert provenance.read(run.folder / target)["rule"] == "completions"
+
+
+def test_a_job_that_lacked_memory_gets_more(run):
+    """150 MB do not hold Snakemake itself; the third try has three times as much of what the first one lacked."""
+    run.edit("tiny.yaml", "run:\n", "run:\n  light: {where: jobs, mem_mb: 400}\n")
+    (run.folder / "results/tokens/0000.parquet").unlink()
+    run.finish(run.start("results/tokens/0000.parquet"))
+    jobs = run.jobs()
+    assert [state for _, state, _ in jobs[-1:]] == ["COMPLETED"]
+    assert len(jobs) > 1
+    memory = [re.search(r"MinMemoryNode=(\d+)M", slurm("scontrol", "show", "job", job))[1] for job, _, _ in jobs]
+    assert memory == [str(400 * attempt) for attempt in range(1, len(jobs) + 1)]
+    assert "xceeded" in slurm_log(run, jobs[0][0])
+
+
+def slurm_log(run: SlurmRun, job: str) -> str:
+    (path,) = (run.folder / "results/logs/slurm").rglob(f"{job}.log")
+    return path.read_text()
+
+
+def test_a_job_that_waited_does_what_was_planned_or_nothing(run):
+    """While two jobs wait in the queue, the config changes, which they ignore, then the code, which they refuse."""
+    run.edit("tiny.yaml", "run:\n", "run:\n  light: {where: jobs}\n")
+    target = run.folder / "results/tokens/0000.parquet"
+    planned = provenance.read(target)["settings"]
+
+    for path, old, new in (
+        ("tiny.yaml", "max_length: 448", "max_length: 40"),
+        ("scripts/draftline/tokens.py", "import numpy as np\n", "import numpy as np\n\nUNUSED = 1\n"),
+    ):
+        target.unlink(missing_ok=True)
+        before = (run.folder / path).read_text()
+        hold("cpu")
+        snakemake = run.start("results/tokens/0000.parquet", "--retries", "0")
+        run.until_jobs(1, "PENDING")
+        run.edit(path, old, new)
+        release("cpu")
+        if path == "tiny.yaml":
+            run.finish(snakemake)
+            assert provenance.read(target)["settings"] == planned
+            assert run.pending("results/tokens/0000.parquet") == {"tokens": 1}
+            (run.folder / path).write_text(before)
+        else:
+            assert snakemake.wait(300) != 0
+            assert not target.exists()
+            job = run.jobs("FAILED")[-1][0]
+            assert "tokens: scripts/: the code of tokens changed after this run was planned" in slurm_log(run, job)
+
+
+def test_training_saves_on_sigterm_and_the_retry_goes_on(run):
+    """As at the time limit and at preemption, where SLURM sends the same signal to the same processes."""
+    run.edit("tiny.yaml", "epochs: 2,", "epochs: 300,")
+    reference = SlurmRun(run.copy(run.folder.with_name("reference")).folder)
+    for path in (run, reference):
+        subprocess.run(["rm", "-r", path.folder / "results/drafters"], check=True)
+    state = "results/drafters/small/segments/2/state.safetensors"
+    log = run.folder / "results/logs/train_segment/small-1.log"
+    log.unlink()
+    snakemake = run.start(state)
+    until(lambda: log.exists() and "training: " in log.read_text(), f"training has begun: {run.log()}")
+    (job, _, _) = run.jobs("RUNNING")[0]
+    subprocess.run(["scancel", "--signal=TERM", job], check=True)
+    until(lambda: "stopped by SIGTERM" in log.read_text(), "training has stopped")
+    step = re.search(r"stopped by SIGTERM .* after step (\d+) of", log.read_text())[1]
+    until(lambda: f"state.safetensors: step {step} of" in log.read_text(), "the retry went on from the saved step")
+    run.finish(snakemake)
+    reference.snakemake(state)
+    for path in (state, "results/drafters/small/segments/1/metrics.parquet"):
+        assert (run.folder / path).read_bytes() == (reference.folder / path).read_bytes(), path
+
+
+def test_a_job_that_is_killed_a_slurmd_that_is_killed_and_a_snakemake_that_is_killed(box, fresh, finished):
+    """No artifact is lost, none computed twice, none torn; all end as in an undisturbed local run."""
+    target = "results/drafters/small/segments/2/state.safetensors"
+    snakemake = fresh.start(target)
+
+    until(lambda: command_of(fresh, "canary"), "the canary works")
+    command_of(fresh, "canary")[0].kill()
+
+    until(lambda: command_of(fresh, "completions"), "completions are made")
+    node = slurm("squeue", "-h", "--states=RUNNING", "--format=%N")
+    box.kill_node(node)
+    time.sleep(2)
+    box.start_node(node)
+
+    until(lambda: command_of(fresh, "hidden_states"), "hidden states are made")
+    snakemake.send_signal(signal.SIGKILL)
+    snakemake.wait()
+    assert fresh.jobs("RUNNING", "COMPLETING")
+    dry = fresh.snakemake("-n", target)
+    assert "Error: Directory cannot be locked" in dry.stdout + dry.stderr
+    subprocess.run([sys.executable, "scripts/unlock.py"], cwd=fresh.folder, check=True)
+    again = fresh.start(target)
+    until(
+        lambda: "waiting for SLURM jobs of a killed run" in fresh.log(), "the next run waits for the killed one's jobs"
+    )
+    fresh.finish(again)
+
+    completed = Counter(what for _, _, what in fresh.jobs("COMPLETED"))
+    assert max(completed.values()) == 1, completed
+    assert len(fresh.jobs("FAILED")) == 1
+    for path in sorted((finished.folder / "results").rglob("*.*")):
+        name = path.relative_to(finished.folder)
+        kind = name.parts[1]
+        if path.is_file() and kind not in (".resume", "settings", "logs", "benchmarks", "target"):
+            assert (fresh.folder / name).read_bytes() == path.read_bytes(), name
+    assert not [path for path in fresh.folder.glob("results/**/.*.tmp*") if ".resume" not in path.parts]
+
+
+def test_queued_jobs_of_a_killed_run_are_cancelled(run):
+    """A dry run only names them; the next run cancels them and submits its own."""
+    for path in (run.folder / "results/hidden_states/0000").iterdir():
+        path.unlink()
+    targets = ["results/hidden_states/0000/0000.safetensors", "results/hidden_states/0000/0001.safetensors"]
+    hold()
+    snakemake = run.start(*targets)
+    old = {job for job, _, _ in run.until_jobs(2, "PENDING")}
+    snakemake.send_signal(signal.SIGKILL)
+    snakemake.wait()
+    subprocess.run([sys.executable, "scripts/unlock.py"], cwd=run.folder, check=True)
+    assert "SLURM jobs of a killed run are still here: " in run.snakemake("-n", *targets).stderr
+    assert {job for job, _, _ in run.jobs("PENDING")} == old
+    again = run.start(*targets)
+    until(lambda: {job for job, _, _ in run.jobs("CANCELLED")} == old, "the old jobs are cancelled")
+    release()
+    run.finish(again)
+    assert len(run.jobs("COMPLETED")) == 2
+
+
+def test_a_node_found_unfit_gets_no_job(run):
+    """The files that a preflight leaves, read at submission."""
+    bad = run.folder / "results/.resume/preflight/bad"
+    bad.mkdir(parents=True)
+    (bad / "gpu1.json").write_text("{}")
+    (run.folder / "results/completions/0000.parquet").unlink()
+    run.finish(run.start("results/completions/0000.parquet"))
+    (job,) = run.jobs("COMPLETED")
+    assert "ExcNodeList=gpu1" in slurm("scontrol", "show", "job", job[0])
