@@ -5,6 +5,7 @@ reader sees is the only place where an edge is written.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -116,6 +117,23 @@ class Wildcards(dict):  # type: ignore[type-arg]
     __getattr__ = dict.__getitem__
 
 
+class Maker(NamedTuple):
+    """An output of a rule: what its paths begin with, and whether more follows that only its `output` pattern can tell."""
+
+    rule: Any
+    output: Any
+    start: str
+    pattern: bool
+    temporary: bool
+
+    @classmethod
+    def of(cls, rule: Any, output: Any) -> "Maker":
+        from snakemake.io import is_flagged
+
+        start, brace, _ = str(output).partition("{")
+        return cls(rule, output, start, bool(brace), is_flagged(output, "temp"))
+
+
 class Plan:
     """Settings, staleness and resources of one run, for the functions in rules/common.smk."""
 
@@ -125,6 +143,9 @@ class Plan:
         self._values: dict[tuple[str, str | None], dict[str, Any]] = {}
         self._written: dict[str, str] = {} if main else planned()["settings"]
         self._nodes: dict[str, Node] = {}
+        self._jobs: dict[tuple[Any, ...], Node] = {}
+        self._makers: list[Maker] = []
+        self._fixed: dict[str, Maker] = {}
         self._first: dict[int, str] = {}
         self.root = self._settings_root() if main else Path(ROOT)
         if not main:
@@ -263,32 +284,43 @@ class Plan:
         return self._first[id(function)].format(**wildcards)
 
     def node(self, path: str) -> Node:
-        """The job that makes an artifact, from Snakemake's rules."""
+        """The job that makes an artifact, from Snakemake's rules. Files of one job share it."""
         if path not in self._nodes:
-            self._nodes[path] = self._find(path)
+            maker, wildcards = self._maker(path)
+            job = (maker.rule.name, maker.temporary, *wildcards.values())
+            if job not in self._jobs:
+                self._jobs[job] = self._describe(maker, wildcards)
+            self._nodes[path] = self._jobs[job]
         return self._nodes[path]
 
-    def _find(self, path: str) -> Node:
+    def _maker(self, path: str) -> tuple["Maker", Wildcards]:
+        """The output that a path is, one that is kept before a temporary one, and its wildcards."""
+        if not self._makers:
+            self._makers = sorted(
+                (Maker.of(rule, output) for rule in self.rules for output in rule.output), key=lambda m: m.temporary
+            )
+            self._fixed = {maker.start: maker for maker in reversed(self._makers) if not maker.pattern}
+            self._makers = [maker for maker in self._makers if maker.pattern]
+        if path in self._fixed:
+            return self._fixed[path], Wildcards()
+        for maker in self._makers:
+            if path.startswith(maker.start) and (match := maker.output.match(path)):
+                return maker, Wildcards(match.groupdict())
+        raise DraftlineError(f"{path}: no rule makes it; the artifacts are listed in docs/artifacts.md")
+
+    def _describe(self, maker: "Maker", wildcards: Wildcards) -> Node:
         from snakemake.io import is_flagged
 
-        found = None
-        for rule in self.rules:
-            for output in rule.output:
-                match = output.match(path)
-                if match and (found is None or not is_flagged(output, "temp")):
-                    found = (rule, Wildcards(match.groupdict()), is_flagged(output, "temp"))
-        if found is None:
-            raise DraftlineError(f"{path}: no rule makes it; the artifacts are listed in docs/artifacts.md")
-        rule, wildcards, temporary = found
-        functions = [item for item in rule.input if hasattr(item, "kind")]
+        outputs = maker.rule.output
+        functions = [item for item in maker.rule.input if hasattr(item, "kind")]
         (name, per) = next(item.of for item in functions if item.kind == "settings")
         return Node(
             rule=name,
-            first=_plain(rule.output[0]).format(**wildcards),
+            first=_plain(outputs[0]).format(**wildcards),
             settings=settings_hash(self.values(name, wildcards[per] if per else None)),
             inputs=tuple(p for item in functions if item.kind == "artifact" for p in item.paths(wildcards)),
-            temporary=temporary,
-            kept=tuple(_plain(o).format(**wildcards) for o in rule.output if not is_flagged(o, "temp")),
+            temporary=maker.temporary,
+            kept=tuple(_plain(o).format(**wildcards) for o in outputs if not is_flagged(o, "temp")),
         )
 
     # How to run -------------------------------------------------------------------------------------------------------
@@ -371,13 +403,9 @@ class Plan:
 
     def _run_record(self, path: str) -> Path | None:
         """Where the job that made `path` noted its time, if that note is of this very artifact."""
-        for rule in self.rules:
-            for output in rule.output:
-                match = output.match(path)
-                if match and len(rule.log):
-                    log = Path(_plain(rule.log[0]).format(**match.groupdict())).with_suffix(".run.json")
-                    return log if log.exists() else None
-        return None
+        maker, wildcards = self._maker(path)
+        log = Path(_plain(maker.rule.log[0]).format(**wildcards)).with_suffix(".run.json")
+        return log if log.exists() else None
 
     @staticmethod
     def _seconds(log: Path) -> float:
@@ -399,6 +427,7 @@ class Plan:
         return "; ".join(_differences(old, self._values[rule, entry])) or "other settings"
 
 
+@functools.cache
 def _plain(pattern: Any) -> str:
     """An output pattern without its wildcards' constraints."""
     return re.sub(r"\{(\w+),[^}]*\}", r"{\1}", str(pattern))

@@ -35,6 +35,7 @@ class Staleness:
         self._wanted: dict[str, str] = {}
         self._records: dict[str, provenance.Record] = {}
         self._pending: dict[str, bool] = {}
+        self._waits: dict[str, bool] = {}
 
     def wanted(self, path: str) -> str:
         """The id that `path` carries once it is up to date: its present one where that was accepted in place of the new."""
@@ -70,7 +71,13 @@ class Staleness:
         """`path`, another output of its job, or something it is made from is missing or foreign; temporary ones may be missing."""
         if path not in self._pending:
             node = self._node(path)
-            wanted = node.kept if node.temporary else (path, *node.kept)
-            missing = not all(map(os.path.exists, wanted))
-            self._pending[path] = missing or self.foreign(path) or any(self.pending(name) for name in node.inputs)
+            missing = not node.temporary and not os.path.exists(path)
+            self._pending[path] = missing or self.foreign(path) or self._waiting(node)
         return self._pending[path]
+
+    def _waiting(self, node: Node) -> bool:
+        """Whether a job has an output or an input to wait for; asked once for all its outputs, which may be many."""
+        if node.first not in self._waits:
+            missing = not all(map(os.path.exists, node.kept))
+            self._waits[node.first] = missing or any(self.pending(name) for name in node.inputs)
+        return self._waits[node.first]
