@@ -29,7 +29,7 @@ def test_a_limit_without_gpus_is_told_and_the_job_refuses(run):
     (run.folder / "results/evaluation/small/fresh.json").unlink()
     done = run.snakemake("results/evaluation/small/fresh.json", check=False)
     assert done.returncode != 0
-    assert "run.device is cuda, a job of completions needs 1 GPU(s), and jobs may hold 0 together" in done.stderr
+    assert "run.device is cuda, a job of completions needs gpu=1, and jobs may hold gpu=0 together" in done.stderr
     assert "evaluate: needs 1 GPU (run.device: cuda) and was given 0, the run's limit (resources: gpu)" in done.stderr
 
 
