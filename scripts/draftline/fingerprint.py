@@ -12,7 +12,18 @@ from pathlib import Path
 SCRIPTS = Path(__file__).resolve().parent.parent
 OUTSIDE = frozenset(
     f"draftline.{name}"
-    for name in ("cli", "errors", "fingerprint", "progress", "settings", "slurm", "staleness", "table", "writing")
+    for name in (
+        "cli",
+        "errors",
+        "fingerprint",
+        "gpus",
+        "progress",
+        "settings",
+        "slurm",
+        "staleness",
+        "table",
+        "writing",
+    )
 )
 TEXTS = (".j2", ".css")
 """Templates of a package count as its code."""
