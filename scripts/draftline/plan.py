@@ -261,11 +261,13 @@ class Plan:
     # How to run -------------------------------------------------------------------------------------------------------
 
     def run_options(self, rule: str) -> dict[str, Any]:
-        """Options of a rule that do not change its result: device and batch size."""
+        """Options of a rule that do not change its result: device, batch size and the limits of the preflight."""
         kind = KIND_OF_WORK.get(rule)
         options: dict[str, Any] = {"device": self.config["run"]["device"] if kind else "cpu"}
         if kind and "batch" in self.config["run"][kind]:
             options["batch"] = self.config["run"][kind]["batch"]
+        if options["device"] == "cuda":
+            options["preflight"] = self.config["run"]["preflight"]
         return options
 
     def resource(self, rule: str, name: str) -> int:
