@@ -1,8 +1,8 @@
 """Look at this node as the first GPU job on it would, for all GPUs that are visible, and print the figures.
 
-To be run in the working directory, on the node (under SLURM: srun -w NODE --gres=gpu:N), while its GPUs are idle. Recorded
-figures are shown where they hold. With --again everything is measured, and a node that passes is taken back. Limits are those of
-run.preflight in the config that ran last here. Exit status 1 when a figure is off, or there is no GPU.
+To be run in the working directory, on the node (under SLURM: srun -w NODE --gres=gpu:N). GPUs that a job leases are left out.
+Recorded figures are shown where they hold. With --again everything is measured, and a node that passes is taken back. Limits are
+those of run.preflight in the config that ran last here. Exit status 1 when a figure is off, or there is no GPU.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from draftline import preflight
+from draftline import gpus, preflight, progress
 from draftline.errors import DraftlineError
 from draftline.settings import ROOT
 
@@ -47,7 +47,14 @@ def show(report: preflight.Report) -> None:
 
 def main(again: bool) -> None:
     driver, devices = preflight.visible_devices()
-    scene = preflight.describe(driver, devices, str(MANIFEST) if MANIFEST.exists() else None)
+    leases = {device: gpus.holder(device.uuid) for device in devices}
+    for device, lease in leases.items():
+        if lease:
+            print(f"{device} is left out: leased by {lease}")
+    idle = [device for device in devices if not leases[device]]
+    if not idle:
+        raise DraftlineError("every GPU is leased by a job; wait for one to end")
+    scene = preflight.describe(driver, idle, str(MANIFEST) if MANIFEST.exists() else None)
     report = preflight.look(scene, limits(), again)
     show(report)
     if report.problems:
@@ -60,6 +67,7 @@ if __name__ == "__main__":
         prog="scripts/preflight.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--again", action="store_true", help="measure whatever is recorded; take a mended node back")
+    progress.terminal = sys.stderr
     try:
         main(parser.parse_args().again)
     except DraftlineError as error:

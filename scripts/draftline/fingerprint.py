@@ -12,7 +12,7 @@ from pathlib import Path
 SCRIPTS = Path(__file__).resolve().parent.parent
 OUTSIDE = frozenset(
     f"draftline.{name}"
-    for name in ("cli", "errors", "fingerprint", "preflight", "progress", "settings", "staleness", "table")
+    for name in ("cli", "errors", "fingerprint", "gpus", "preflight", "progress", "settings", "staleness", "table")
 )
 TEXTS = (".j2", ".css")
 """Templates of a package count as its code."""

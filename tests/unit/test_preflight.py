@@ -11,13 +11,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gpu_world import Machine, uuid
 
-from draftline import preflight
+from draftline import preflight, settings
 from draftline.errors import DraftlineError
+from draftline.fingerprint import fingerprint
+from draftline.gpus import Device
 from draftline.preflight import Load, look, refuse
 from draftline.preflight.limits import DENSE_BF16, checks
 from draftline.preflight.measure import Probe, await_probes
-from draftline.preflight.scene import Device, Scene, describe, mount_point, node_name
+from draftline.preflight.scene import Scene, describe, mount_point, node_name
 
 SCRIPTS = Path(preflight.__file__).resolve().parent.parent.parent
 LIMITS = {
@@ -36,7 +39,7 @@ NO_TIME = LAX | {"timeout_s": 0.01}
 
 
 def scene_of(*uuids, node="gpu1", kind="a CPU", versions=None):
-    devices = tuple(Device(uuid, index, kind) for index, uuid in enumerate(uuids))
+    devices = tuple(Device(str(index), uuid, kind) for index, uuid in enumerate(uuids))
     return Scene(node, "580.1", devices, versions or {"torch": "2"}, {mount_point("results"): "results"})
 
 
@@ -207,9 +210,9 @@ def test_a_bad_device_is_refused_until_it_is_seen_to_be_mended():
     ill = scene_of("GPU-0", kind="NVIDIA H200")
     report = look(ill, LAX, load=SMALL)
     bad = preflight.BAD / "gpu1.json"
-    assert json.loads(bad.read_text())["reason"].startswith("GPU-0 (index 0, NVIDIA H200): matrix products at 0.0")
+    assert json.loads(bad.read_text())["reason"].startswith("GPU 0 (GPU-0, NVIDIA H200): matrix products at 0.0")
     lines = preflight.verdict(report)
-    assert lines[0].startswith("preflight of node gpu1: GPU-0 (index 0, NVIDIA H200): matrix products at 0.0")
+    assert lines[0].startswith("node gpu1: failed its preflight: GPU 0 (GPU-0, NVIDIA H200): matrix products at 0.0")
     assert "limit 396 (0.4 of the data sheet's 989)" in lines[0]
     assert str(bad) in lines[1]
     with pytest.raises(DraftlineError, match=r"node gpu1: failed its preflight on .*GPU-0"):
@@ -302,3 +305,64 @@ def test_without_a_gpu_the_script_says_so_in_one_line():
     assert done.returncode == 1
     assert done.stderr.startswith("preflight: ")
     assert done.stderr.count("\n") == 1
+
+
+# In a job -------------------------------------------------------------------------------------------------------------
+
+
+def job(machine: Machine, **how: object) -> subprocess.CompletedProcess:
+    """A command that wants one GPU, on a machine whose driver shows GPUs and whose torch is the CPU's."""
+    values = {"rule": "report", "config": {}, "code": fingerprint("report")}
+    path = settings.write(values, machine.folder / "settings" / "report")
+    run = {"device": "cuda", "gpus": 1, "preflight": LAX}
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1))\n"
+        "from draftline.cli import Command\n"
+        "command = Command('report', 'A command.')\n"
+        "command.output('output')\n"
+        "command.run(lambda job: open(job.output, 'w').close())\n"
+    )
+    options = ["--settings", path, "--output", "out", "--gpus", "1", "--run", json.dumps(run)]
+    return subprocess.run(
+        [sys.executable, "-c", code, SCRIPTS, *options],
+        cwd=machine.folder,
+        env=machine.environment | how,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_job_whose_preflight_fails_does_no_work(machine: Machine):
+    done = job(machine, SLURMD_NODENAME="gpu7", CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 1
+    start = f"report: node gpu7: failed its preflight: GPU 0 ({uuid(0)}, NVIDIA H200): import "
+    line = next(line for line in done.stderr.splitlines() if line.startswith(start))
+    assert "is built without CUDA; install one that has it" in line
+    assert not (machine.folder / "out").exists()
+
+
+def test_a_job_on_a_bad_node_ends_at_once(machine: Machine):
+    bad = machine.folder / preflight.BAD / "gpu7.json"
+    bad.parent.mkdir(parents=True)
+    bad.write_text(json.dumps({"problems": [{"when": "today", "text": "/scratch is slow", "devices": []}]}))
+    done = job(machine, SLURMD_NODENAME="gpu7")
+    assert "report: node gpu7: failed its preflight on today: /scratch is slow\nIt is left out" in done.stderr
+    assert not (machine.folder / "out").exists()
+
+
+def test_the_script_prints_the_figures_and_leaves_leased_gpus_out(machine: Machine):
+    machine.job(CUDA_VISIBLE_DEVICES="0").devices()
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "preflight.py"],
+        cwd=machine.folder,
+        env=machine.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "GPU 0 is left out: leased by completions" in done.stdout
+    assert "written" in done.stdout
+    assert "read back" in done.stdout
+    assert f"GPU 1 ({uuid(1)}, NVIDIA H200): import " in done.stderr

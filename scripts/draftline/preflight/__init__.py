@@ -19,7 +19,7 @@ import filelock
 from draftline.errors import DraftlineError
 from draftline.preflight.limits import Check, checks
 from draftline.preflight.measure import Figures, Load, measure
-from draftline.preflight.scene import Scene, describe, node_name, visible_devices
+from draftline.preflight.scene import Scene, describe, visible_devices
 from draftline.progress import say
 from draftline.provenance import replacing
 
@@ -44,18 +44,12 @@ class Report:
         return [check for check in self.checks if check.problem]
 
 
-def ensure(gpus: int, limits: Mapping[str, float], manifest: str | None = None) -> None:
-    """Raise DraftlineError when the first `gpus` visible devices of this node do not pass, or did not before.
+def ensure(limits: Mapping[str, float], manifest: str | None = None) -> None:
+    """Raise DraftlineError when this node does not pass with the visible devices, which are the job's, or did not before.
 
     `limits` is the config's `run.preflight`, `manifest` the target's.
     """
-    driver, devices = visible_devices()
-    if len(devices) < gpus:
-        raise DraftlineError(
-            f"node {node_name()}: {len(devices)} GPUs are visible, the job was given {gpus};"
-            " look at CUDA_VISIBLE_DEVICES and nvidia-smi -L"
-        )
-    scene = describe(driver, devices[:gpus], manifest)
+    scene = describe(*visible_devices(), manifest)
     refuse(scene)
     report = look(scene, limits)
     if report.problems:
@@ -85,7 +79,7 @@ def look(scene: Scene, limits: Mapping[str, float], again: bool = False, load: L
         known = {} if again else _recorded(scene, limits).figures
         missing = [part for part in scene.parts if part not in known]
         if missing:
-            say(f"preflight of node {scene.node}: {len(scene.devices)} x {scene.devices[0].kind}")
+            say(f"preflight of node {scene.node}: {len(scene.devices)} x {scene.devices[0].name}")
         figures = known | _stamped(measure(scene, missing, limits["timeout_s"], load))
         report = Report(scene, figures, checks(scene, figures, limits, _rates(scene, figures)))
         if missing:
@@ -101,7 +95,7 @@ def verdict(report: Report) -> tuple[str, str]:
     """Two lines on a report with problems: the first of them, and what follows."""
     node, problems = report.scene.node, report.problems
     more = f" (and {len(problems) - 1} more: {_record_path(report.scene)})" if len(problems) > 1 else ""
-    first = f"preflight of node {node}: {problems[0].part}: {problems[0].problem}{more}"
+    first = f"node {node}: failed its preflight: {problems[0].part}: {problems[0].problem}{more}"
     if _counting(report):
         return first, f"It is left out from now on ({bad_path(node)}); once it is mended, run there: {AGAIN}"
     return first, "Not held against the node, because no other node has passed with these packages."

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from draftline.gpus import Device
 from draftline.preflight.measure import Figures
-from draftline.preflight.scene import Device, Scene
+from draftline.preflight.scene import Scene
 
 DENSE_BF16 = {
     "NVIDIA GB200": 2500,
@@ -60,7 +61,7 @@ def checks(scene: Scene, figures: Figures, limits: Mapping[str, float], rates: R
     found: list[Check] = []
     for device in scene.devices:
         if device.uuid in figures:
-            found += _device(device, figures[device.uuid], limits, rates.get(device.kind, {}))
+            found += _device(device, figures[device.uuid], limits, rates.get(device.name, {}))
     if scene.group in figures:
         found += _group(str(scene.group), figures[str(scene.group)])
     for mount in scene.folders:
@@ -72,32 +73,35 @@ def checks(scene: Scene, figures: Figures, limits: Mapping[str, float], rates: R
 def _device(
     device: Device, figures: Mapping[str, Any], limits: Mapping[str, float], rates: Mapping[str, float]
 ) -> Iterator[Check]:
-    part, mine = f"{device.uuid} (index {device.index}, {device.kind})", (device.uuid,)
+    number = device.label.partition(":")[0]
+    part, mine = f"{device} ({device.uuid}, {device.name})", (device.uuid,)
     if "error" in figures:
         environment = figures["stage"].startswith("import ")
         remedy = (
             "mend the packages of this Python"
             if environment
-            else f"look at: dmesg | grep -i xid; nvidia-smi -q -i {device.index}; a reset or restart may help"
+            else f"look at: dmesg | grep -i xid; nvidia-smi -q -i {number}; a reset or restart may help"
         )
         yield Check(part, figures["stage"], "failed", "", f"{figures['error']}; {remedy}", mine, environment)
         return
     if "memory_free_mb" in figures:
         free, total = figures["memory_free_mb"], figures["memory_total_mb"]
         least = limits["memory_free_share"] * total
-        problem = f"only {free:.0f} of {total:.0f} MB are free, limit {least:.0f}; see who holds them: nvidia-smi -i {device.index}"
+        problem = (
+            f"only {free:.0f} of {total:.0f} MB are free, limit {least:.0f}; see who holds them: nvidia-smi -i {number}"
+        )
         yield Check(part, "free memory", f"{free:.0f} MB", f"{least:.0f}", problem if free < least else None, mine)
     rate, least, why = figures["tflops"], 0.0, "nothing to compare with"
     others = [other for uuid, other in rates.items() if uuid != device.uuid]
-    if device.kind in DENSE_BF16:
-        least = limits["gemm_share"] * DENSE_BF16[device.kind]
-        why = f"{limits['gemm_share']:g} of the data sheet's {DENSE_BF16[device.kind]}"
+    if device.name in DENSE_BF16:
+        least = limits["gemm_share"] * DENSE_BF16[device.name]
+        why = f"{limits['gemm_share']:g} of the data sheet's {DENSE_BF16[device.name]}"
     if others and limits["gemm_peer_share"] * statistics.median(others) > least:
         least = limits["gemm_peer_share"] * statistics.median(others)
         why = f"{limits['gemm_peer_share']:g} of the median of {len(others)} others"
     problem = (
         f"matrix products at {rate:.3g} TFLOP/s, limit {least:.3g} ({why}); look at heat, power cap and clocks:"
-        f" nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE,CLOCK -i {device.index}"
+        f" nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE,CLOCK -i {number}"
     )
     yield Check(
         part,

@@ -72,7 +72,7 @@ def measure(scene: Scene, parts: Collection[str], timeout: float, load: Load) ->
     }
     probes = [Probe("device", arguments, {"CUDA_VISIBLE_DEVICES": device.uuid}) for device in devices]
     for device, answer in zip(devices, await_probes(probes, timeout), strict=True):
-        about = {"index": device.index, "kind": device.kind, "versions": scene.versions}
+        about = {"gpu": device.label, "kind": device.name, "versions": scene.versions}
         figures[device.uuid] = {**about, **answer}
     if scene.group in parts and not any("error" in answer for answer in figures.values()):
         figures[str(scene.group)] = {"versions": scene.versions, **_all_reduce(scene, timeout, load)}

@@ -43,8 +43,10 @@ def device(device: str, size: int, seconds: float, modules: list[str]) -> dict[s
         importlib.import_module(name)
     import torch
 
-    figures: dict[str, Any] = {"import_s": time.monotonic() - started, "cuda": torch.version.cuda}
     cuda = device.startswith("cuda")
+    figures: dict[str, Any] = {"import_s": time.monotonic() - started, "cuda": torch.version.cuda}
+    if cuda and torch.version.cuda is None:
+        raise ImportError(f"torch {torch.__version__} is built without CUDA; install one that has it")
     if cuda:
         stage("start of CUDA")
         free, total = torch.cuda.mem_get_info(device)

@@ -10,22 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from draftline.errors import DraftlineError
+from draftline.gpus import Device, Nvml, visible
 
 PACKAGES = {"torch": "torch", "transformers": "transformers"}
 LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
 """Distribution names of what every target needs, and of the kernels that a target with linear attention runs on if installed."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU by the UUID that CUDA_VISIBLE_DEVICES takes, its index in nvidia-smi, and its kind as the driver names it."""
-
-    uuid: str
-    index: int
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -41,7 +32,7 @@ class Scene:
     @property
     def name(self) -> str:
         """Name of the record: node, driver and kinds of GPU."""
-        kinds = "+".join(sorted({device.kind for device in self.devices}))
+        kinds = "+".join(sorted({device.name for device in self.devices}))
         return re.sub(r"[^\w.+-]+", "_", f"{self.node}-{self.driver}-{kinds}")
 
     @property
@@ -91,42 +82,12 @@ def mount_point(folder: str) -> str:
 
 
 def visible_devices() -> tuple[str, list[Device]]:
-    """Driver version, and the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; CUDA is not started.
+    """Driver version, and the GPUs that CUDA_VISIBLE_DEVICES leaves; CUDA is not started.
 
-    Raises DraftlineError when there is none, or NVML cannot be loaded or does not know one of them.
+    Raises DraftlineError when there is none, or no driver.
     """
-    import pynvml
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        pynvml.nvmlInit()
-        try:
-            if visible is None:
-                handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            else:
-                handles = [_handle(name.strip()) for name in visible.split(",") if name.strip()]
-            devices = [
-                Device(
-                    pynvml.nvmlDeviceGetUUID(handle),
-                    pynvml.nvmlDeviceGetIndex(handle),
-                    pynvml.nvmlDeviceGetName(handle),
-                )
-                for handle in handles
-            ]
-            driver = str(pynvml.nvmlSystemGetDriverVersion())
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        raise DraftlineError(
-            f"node {node_name()}: no GPU can be listed (NVML: {error}); install the driver with libnvidia-ml.so.1,"
-            " in a container with NVIDIA_DRIVER_CAPABILITIES=compute,utility, and look at CUDA_VISIBLE_DEVICES"
-        ) from None
+    with Nvml() as nvml:
+        devices, driver = visible(nvml.devices(), os.environ.get("CUDA_VISIBLE_DEVICES")), nvml.driver()
     if not devices:
         raise DraftlineError(f"node {node_name()}: no GPU is visible; look at CUDA_VISIBLE_DEVICES and nvidia-smi -L")
     return driver, devices
-
-
-def _handle(name: str) -> Any:
-    import pynvml
-
-    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
