@@ -73,6 +73,11 @@ static int listed(int found, process *from, unsigned *size, process *to) {
 
 int nvmlInitWithFlags(unsigned flags) { return load(); }
 int nvmlShutdown(void) { return SUCCESS; }
+
+int nvmlSystemGetDriverVersion(char *text, unsigned size) {
+    snprintf(text, size, "580.1");
+    return SUCCESS;
+}
 const char *nvmlErrorString(int code) { return "an error"; }
 
 int nvmlDeviceGetCount_v2(unsigned *found) {

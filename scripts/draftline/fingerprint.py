@@ -17,6 +17,7 @@ OUTSIDE = frozenset(
         "errors",
         "fingerprint",
         "gpus",
+        "preflight",
         "progress",
         "settings",
         "slurm",

@@ -137,6 +137,10 @@ class Nvml:
     def __exit__(self, *_: object) -> None:
         self._nvml.nvmlShutdown()
 
+    def driver(self) -> str:
+        """Version of the driver."""
+        return str(self._nvml.nvmlSystemGetDriverVersion())
+
     def devices(self) -> list[Device]:
         """All devices in nvidia-smi's order, MIG devices in place of their GPU."""
         return [device for index in range(self._nvml.nvmlDeviceGetCount()) for device in self._gpu(index)]

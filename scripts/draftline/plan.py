@@ -326,11 +326,11 @@ class Plan:
     # How to run -------------------------------------------------------------------------------------------------------
 
     def run_options(self, rule: str) -> dict[str, Any]:
-        """Options of a rule that do not change its result: device, how many GPUs it must be given, and batch size."""
+        """Options of a rule that do not change its result: device, how many GPUs it must be given, limits of the preflight, batch size."""
         kind = KIND_OF_WORK.get(rule)
         options: dict[str, Any] = {"device": self.config["run"]["device"] if kind else "cpu"}
         if options["device"] == "cuda":
-            options["gpus"] = self.resource(rule, "gpus")
+            options |= {"gpus": self.resource(rule, "gpus"), "preflight": self.config["run"]["preflight"]}
         if kind and "batch" in self.config["run"][kind]:
             options["batch"] = self.config["run"][kind]["batch"]
         return options
