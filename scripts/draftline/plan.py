@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from draftline import sources
+from draftline import maintenance, sources
 from draftline.config import check, check_schema
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
@@ -106,6 +106,7 @@ class Plan:
         self._first: dict[int, str] = {}
         self.root = Path(ROOT)
         if main:
+            maintenance.remind()
             self._store_run()
 
     def _store_run(self) -> None:
@@ -154,7 +155,7 @@ class Plan:
                      "max_position_embeddings", "sliding_window", "layer_types", "seed")  # fmt: skip
             part["drafter"] = {key: drafters[name][key] for key in shape}
         if rule == "report":
-            part.update({key: value for key, value in config.items() if key != "run"})
+            part.update({key: value for key, value in config.items() if key not in ("run", "maintenance")})
 
     def _sources(self, rule: str, entry: str | None) -> dict[str, str]:
         cache = sources.DIGESTS
