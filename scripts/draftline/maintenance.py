@@ -191,7 +191,7 @@ def _run_windows(targets: list[str], arguments: list[str], signals: Signals) -> 
     opened = False
     while True:
         config, jobs = planned(targets, arguments)
-        settings = config["maintenance"]
+        settings = config.get("maintenance")
         if settings is None:
             raise DraftlineError("config: maintenance: missing; give stop, start and health (docs/maintenance.md)")
         before, wanted = split(jobs, settings["rules"])
