@@ -2,6 +2,7 @@
 # make test    the tests
 # make check   format, lint and types
 # make report  the report, and its path
+# make gpus    this machine's GPUs, and who holds them
 # make clean   the environment; results/ stays
 #
 # ARGS goes to Snakemake: make run ARGS="--configfile presets/qwen3-8b.yaml"
@@ -15,7 +16,7 @@ sum = $(shell cat $(1) | cksum | tr ' ' '-')
 CPU := .venv/cpu-$(call sum,envs/cpu.txt envs/constraints.txt)
 TEST := .venv/test-$(call sum,envs/cpu.txt envs/test.txt envs/constraints.txt)
 
-.PHONY: run report test check clean
+.PHONY: run report gpus test check clean
 
 run: $(CPU)
 	@$(BIN)/python scripts/unlock.py
@@ -26,6 +27,9 @@ report: $(CPU)
 	@$(BIN)/python scripts/unlock.py
 	@$(BIN)/snakemake results/report.html $(ARGS)
 	@echo "$(CURDIR)/results/report.html"
+
+gpus: $(CPU)
+	@$(BIN)/python scripts/gpus.py
 
 test: $(TEST)
 	# Two processes, a file each: tests use one thread.

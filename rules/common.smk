@@ -28,6 +28,8 @@ if not workflow.overwrite_configfiles:
 try:
     config = plan.resolve(config, WORKFLOW, validate, main=workflow.is_main_process)
     PLAN = plan.Plan(config, WORKFLOW, workflow.rules, main=workflow.is_main_process)
+    if workflow.is_main_process and workflow.global_resources.get("_nodes").value is None:
+        PLAN.bound_gpus(workflow.global_resources)
 except DraftlineError as error:
     sys.exit(f"draftline: {error}")
 

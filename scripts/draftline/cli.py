@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from draftline import progress, provenance
+from draftline import gpus, progress, provenance
 from draftline.errors import DraftlineError
 from draftline.fingerprint import SCRIPTS, fingerprint
 from draftline.settings import load, settings_hash
@@ -113,6 +113,9 @@ class Command:
         try:
             job = self._job(options)
             _prepare(job)
+            if job.run.get("device") == "cuda":
+                output = _listed(job.paths[self._outputs[0]])[0]
+                gpus.lease(job.run.get("gpus", 1), job.gpus, job.rule, output)
             work(job)
             if log_path:
                 _write_run_record(job, log_path, started)

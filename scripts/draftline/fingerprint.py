@@ -11,7 +11,8 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent.parent
 OUTSIDE = frozenset(
-    f"draftline.{name}" for name in ("cli", "errors", "fingerprint", "progress", "settings", "staleness", "table")
+    f"draftline.{name}"
+    for name in ("cli", "errors", "fingerprint", "gpus", "progress", "settings", "staleness", "table")
 )
 TEXTS = (".j2", ".css")
 """Templates of a package count as its code."""

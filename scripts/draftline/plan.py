@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from draftline import maintenance, sources
+from draftline import gpus, maintenance, sources
 from draftline.config import check, check_schema
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
@@ -262,9 +262,11 @@ class Plan:
     # How to run -------------------------------------------------------------------------------------------------------
 
     def run_options(self, rule: str) -> dict[str, Any]:
-        """Options of a rule that do not change its result: device and batch size."""
+        """Options of a rule that do not change its result: device, how many GPUs it must be given, and batch size."""
         kind = KIND_OF_WORK.get(rule)
         options: dict[str, Any] = {"device": self.config["run"]["device"] if kind else "cpu"}
+        if options["device"] == "cuda":
+            options["gpus"] = self.resource(rule, "gpus")
         if kind and "batch" in self.config["run"][kind]:
             options["batch"] = self.config["run"][kind]["batch"]
         return options
@@ -275,6 +277,28 @@ class Plan:
         if name == "gpus" and self.config["run"]["device"] == "cpu":
             return 0
         return int(self.config["run"].get(kind, {}).get(name, RESOURCES[kind][name]))
+
+    def bound_gpus(self, resources: Any) -> None:
+        """Lower the limit on GPUs that jobs hold together to those free here, and say what the limit means for this run.
+
+        `resources` are Snakemake's, of a run whose jobs work on this machine: the limit is its `gpu`. It stays at one at least,
+        because a job names who holds the GPUs.
+        """
+        limit = resources.get("gpu").value
+        if self.config["run"]["device"] == "cpu":
+            if limit:
+                _tell("run.device is cpu, so no job will use a GPU; set run: {device: cuda} in the config to use them")
+            return
+        if limit and (free := _free_gpus()) is not None:
+            limit = min(limit, max(free, 1))
+            resources.update({"gpu": limit})
+        needs = {kind: self.resource(kind, "gpus") for kind in sorted(set(KIND_OF_WORK.values()))}
+        most = max(needs, key=lambda kind: needs[kind])
+        if limit is not None and needs[most] > limit:
+            _tell(
+                f"run.device is cuda, a job of {most} needs {needs[most]} GPU(s), and jobs may hold {limit} together "
+                "(resources: gpu): it will refuse to start. Run with --workflow-profile profiles/local-gpu"
+            )
 
     def segment_visits(self, drafter: str, segment: int) -> list[tuple[int, str, str]]:
         """(epoch, shard, part) visits of a training segment."""
@@ -346,6 +370,21 @@ class Plan:
         old = json.loads(name.read_text(encoding="utf-8"))
         (rule, entry) = next(key for key, values in self._values.items() if settings_hash(values) == node.settings)
         return "; ".join(_differences(old, self._values[rule, entry])) or "other settings"
+
+
+def _free_gpus() -> int | None:
+    """How many GPUs of this machine a job could take now; None where no driver answers. Says so, and who holds the others."""
+    try:
+        free, reasons = gpus.free()
+    except DraftlineError as error:
+        _tell(f"{error}. GPU jobs will refuse to start")
+        return None
+    _tell("; ".join([f"{len(free)} of {len(free) + len(reasons)} GPUs here are free", *reasons]))
+    return len(free)
+
+
+def _tell(text: str) -> None:
+    print(f"draftline: {text}", file=sys.stderr)
 
 
 def _plain(pattern: Any) -> str:

@@ -17,6 +17,7 @@ from typing import IO
 import psutil
 
 from draftline.errors import DraftlineError
+from draftline.gpus import Nvml, visible
 
 LOG = Path("results/.resume/maintenance/log")
 """What a window did and when, and the output of the commands."""
@@ -123,8 +124,24 @@ class Service:
 
 
 def gpu_holders(own: Iterable[int] = ()) -> list[str]:
-    """Who holds memory of the GPUs that this process may use, the processes `own` left out; nobody where there is no GPU."""
-    return []
+    """Who holds the GPUs that CUDA_VISIBLE_DEVICES names (all if it is not set); nobody where there is no NVIDIA driver.
+
+    With the pids `own`: the processes beside these.
+    """
+    own = set(own)
+    try:
+        nvml = Nvml()
+    except DraftlineError:
+        return []
+    with nvml:
+        devices = visible(nvml.devices(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    found = []
+    for device in devices:
+        others = [process for process in device.processes if process.compute and process.pid not in own]
+        found += [f"{device} is held by {process} of user {process.user}" for process in others]
+        if not own and not others:  # Memory without a process, or a device that does not answer.
+            found += [f"{device} is {reason}" for reason in device.blockers]
+    return found
 
 
 def say(text: str) -> None:
