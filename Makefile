@@ -3,6 +3,7 @@
 # make check   format, lint and types
 # make report  the report, and its path
 # make gpus    this machine's GPUs, and who holds them
+# make window  the GPU jobs in a maintenance window of the config's service (docs/maintenance.md)
 # make clean   the environment; results/ stays
 #
 # ARGS goes to Snakemake: make run ARGS="--configfile presets/qwen3-8b.yaml"
@@ -16,7 +17,7 @@ sum = $(shell cat $(1) | cksum | tr ' ' '-')
 CPU := .venv/cpu-$(call sum,envs/cpu.txt envs/constraints.txt)
 TEST := .venv/test-$(call sum,envs/cpu.txt envs/test.txt envs/constraints.txt)
 
-.PHONY: run report gpus test check clean
+.PHONY: run report gpus window test check clean
 
 run: $(CPU)
 	@$(BIN)/python scripts/unlock.py
@@ -30,6 +31,9 @@ report: $(CPU)
 
 gpus: $(CPU)
 	@$(BIN)/python scripts/gpus.py
+
+window: $(CPU)
+	@$(BIN)/python scripts/maintenance.py -- $(ARGS)
 
 test: $(TEST)
 	# Two processes, a file each: tests use one thread.

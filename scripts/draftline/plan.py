@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from draftline import gpus, sources
+from draftline import gpus, maintenance, sources
 from draftline.config import check, check_schema
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
@@ -148,7 +148,9 @@ class Plan:
         self._fixed: dict[str, Maker] = {}
         self._first: dict[int, str] = {}
         self.root = self._settings_root() if main else Path(ROOT)
-        if not main:
+        if main:
+            maintenance.remind()
+        else:
             os.environ[OFFLINE] = "1"
 
     @staticmethod
@@ -208,7 +210,7 @@ class Plan:
                      "max_position_embeddings", "sliding_window", "layer_types", "seed")  # fmt: skip
             part["drafter"] = {key: drafters[name][key] for key in shape}
         if rule == "report":
-            part.update({key: value for key, value in config.items() if key != "run"})
+            part.update({key: value for key, value in config.items() if key not in ("run", "maintenance")})
 
     def _sources(self, rule: str, entry: str | None) -> dict[str, str]:
         cache = sources.DIGESTS

@@ -16,7 +16,7 @@ from draftline import gpus, settings
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
 from draftline.gpus import Device
-from gpu_world import GIB, SCRIPTS, Machine, build_library, gpu, uuid
+from gpu_world import GIB, SCRIPTS, Machine, gpu, uuid
 
 AS_NOBODY = "import pynvml; pynvml.nvmlInit(); os.setgid(65534); os.setuid(65534)"
 

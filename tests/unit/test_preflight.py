@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gpu_world import Machine, uuid
 
 from draftline import preflight, settings
 from draftline.errors import DraftlineError
@@ -21,6 +20,7 @@ from draftline.preflight import Load, look, refuse
 from draftline.preflight.limits import DENSE_BF16, checks
 from draftline.preflight.measure import Probe, await_probes
 from draftline.preflight.scene import Scene, describe, mount_point, node_name
+from gpu_world import Machine, uuid
 
 SCRIPTS = Path(preflight.__file__).resolve().parent.parent.parent
 LIMITS = {
