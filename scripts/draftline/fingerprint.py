@@ -67,7 +67,17 @@ def _module(path: Path, mtime_ns: int, size: int) -> tuple[str, tuple[str, ...]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             _drop_docstring(node)
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(sorted(_imports(text, package)))
+    return hashlib.sha256(_canonical(tree).encode()).hexdigest(), tuple(sorted(_imports(text, package)))
+
+
+def _canonical(node: object) -> str:
+    """A syntax tree as text, the same for every version of Python: fields that are empty may be new or left out in another."""
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+        return f"{type(node).__name__}({', '.join(f'{name}={_canonical(value)}' for name, value in fields)})"
+    if isinstance(node, list):
+        return f"[{', '.join(map(_canonical, node))}]"
+    return repr(node)
 
 
 def _drop_docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:

@@ -1,5 +1,8 @@
 """The code fingerprint follows statements, not text, and only of modules that a command imports."""
 
+import shutil
+import subprocess
+
 import pytest
 
 from draftline import fingerprint as module
@@ -67,3 +70,17 @@ def test_every_command_of_the_project_has_one():
     commands = [path.stem for path in module.SCRIPTS.glob("*.py")]
     assert commands
     assert all(len(module.fingerprint(command)) == 16 for command in commands)
+
+
+@pytest.mark.parametrize("python", ["python3.11", "python3.12", "python3.13", "python3.14"])
+def test_every_version_of_python_gives_the_same(python):
+    """A job's interpreter may be newer than that of the run that planned it."""
+    ask = (
+        f"import sys; sys.path.insert(0, {str(module.SCRIPTS)!r}); from draftline.fingerprint import fingerprint; "
+        "print(sys.version_info[:2], fingerprint('tokens'), fingerprint('train_segment'))"
+    )
+    found = shutil.which(python)
+    done = subprocess.run([found, "-c", ask], capture_output=True, text=True) if found else None
+    if done is None or not done.stdout:
+        pytest.skip(f"{python} does not run here")
+    assert done.stdout.split(") ")[1].split() == [module.fingerprint("tokens"), module.fingerprint("train_segment")]
