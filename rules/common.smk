@@ -29,8 +29,9 @@ try:
     if workflow.is_main_process:
         slurm.settle(act=not workflow.output_settings.dryrun)
     config = plan.resolve(config, WORKFLOW, validate, main=workflow.is_main_process)
-    PLAN = plan.Plan(config, WORKFLOW, workflow.rules, main=workflow.is_main_process)
-    if workflow.is_main_process and workflow.global_resources.get("_nodes").value is None:
+    CLUSTER = workflow.global_resources.get("_nodes").value is not None
+    PLAN = plan.Plan(config, WORKFLOW, workflow.rules, main=workflow.is_main_process, cluster=CLUSTER)
+    if workflow.is_main_process and not CLUSTER:
         PLAN.bound_gpus(workflow.global_resources)
 except DraftlineError as error:
     sys.exit(f"draftline: {error}")
@@ -87,6 +88,8 @@ def need(rule, resource):
 
 def slurm_extra(rule):
     """Options of sbatch for a rule's jobs, asked anew at each submission."""
+    if not CLUSTER:
+        return ""
     return lambda wildcards, attempt: slurm.extra_options(rule, PLAN.resource(rule, "runtime", attempt))
 
 

@@ -33,7 +33,7 @@ TEXTS = (".j2", ".css")
 def fingerprint(command: str) -> str:
     """16 hex digits for the code that `scripts/{command}.py` runs. The script itself is plumbing and outside."""
     seen: dict[str, str] = {}
-    queue = sorted(_imports((SCRIPTS / f"{command}.py").read_text(encoding="utf-8"), package=""))
+    queue = sorted(_imports(ast.parse((SCRIPTS / f"{command}.py").read_text(encoding="utf-8")), package=""))
     while queue:
         name = queue.pop()
         if name in seen or name in OUTSIDE:
@@ -61,13 +61,12 @@ def _source(module: str) -> Path | None:
 
 @functools.cache
 def _module(path: Path, mtime_ns: int, size: int) -> tuple[str, tuple[str, ...]]:
-    text = path.read_text(encoding="utf-8")
-    package = ".".join(path.relative_to(SCRIPTS).parts[:-1])
-    tree = ast.parse(text)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imports = _imports(tree, package=".".join(path.relative_to(SCRIPTS).parts[:-1]))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             _drop_docstring(node)
-    return hashlib.sha256(_canonical(tree).encode()).hexdigest(), tuple(sorted(_imports(text, package)))
+    return hashlib.sha256(_canonical(tree).encode()).hexdigest(), tuple(sorted(imports))
 
 
 def _canonical(node: object) -> str:
@@ -86,10 +85,10 @@ def _drop_docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.Asyn
         node.body = node.body[1:]
 
 
-def _imports(text: str, package: str) -> set[str]:
+def _imports(tree: ast.Module, package: str) -> set[str]:
     """Names of ours that a module imports, wherever the import stands (type-checking blocks included)."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names if alias.name.split(".")[0] == "draftline")
         elif isinstance(node, ast.ImportFrom):

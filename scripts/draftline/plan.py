@@ -6,6 +6,7 @@ reader sees is the only place where an edge is written.
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import re
@@ -111,6 +112,9 @@ def settings_name(rule: str, entry: str | None) -> str:
     return f"{rule}.{entry}" if entry else rule
 
 
+SIGNATURE = inspect.signature(lambda wildcards: None)
+
+
 class Wildcards(dict):  # type: ignore[type-arg]
     """Wildcards of a path, by attribute as in Snakemake's input functions."""
 
@@ -137,8 +141,10 @@ class Maker(NamedTuple):
 class Plan:
     """Settings, staleness and resources of one run, for the functions in rules/common.smk."""
 
-    def __init__(self, config: dict[str, Any], workflow: Path, rules: Iterable[Any], main: bool) -> None:
-        self.config, self.workflow, self.rules, self.main = config, workflow, rules, main
+    def __init__(
+        self, config: dict[str, Any], workflow: Path, rules: Iterable[Any], main: bool, cluster: bool = False
+    ) -> None:
+        self.config, self.workflow, self.rules, self.main, self.cluster = config, workflow, rules, main, cluster
         self.staleness = Staleness(self.node)
         self._values: dict[tuple[str, str | None], dict[str, Any]] = {}
         self._written: dict[str, str] = {} if main else planned()["settings"]
@@ -237,9 +243,7 @@ class Plan:
             os.utime(path)
             return path
 
-        function.kind = "settings"  # type: ignore[attr-defined]
-        function.of = (rule, per)  # type: ignore[attr-defined]
-        return function
+        return _mark(function, "settings", of=(rule, per))
 
     def _write(self, rule: str, entry: str | None) -> str:
         name = settings_name(rule, entry)
@@ -263,8 +267,7 @@ class Plan:
                 return found
             return [ancient(path) for path in found]
 
-        function.kind, function.paths = "artifact", paths  # type: ignore[attr-defined]
-        return function
+        return _mark(function, "artifact", paths=paths)
 
     def gate(self, paths: Callable[[Any], list[str]]) -> Callable[[Any], Any]:
         """Input function for gates: awaited by a job that has work to do, and never a reason to do it."""
@@ -274,8 +277,7 @@ class Plan:
                 return []
             return paths(wildcards)
 
-        function.kind = "gate"  # type: ignore[attr-defined]
-        return function
+        return _mark(function, "gate")
 
     def _output_of(self, function: Any, wildcards: Any) -> str:
         """First output of the job that `function` is an input of."""
@@ -349,8 +351,8 @@ class Plan:
         return min(amount * attempt, int(run["limits"].get(name, amount * attempt)))
 
     def need(self, rule: str, name: str) -> int | Callable[..., int]:
-        """A resource as Snakemake takes it: a function of the attempt for one that grows."""
-        if name not in GROWING:
+        """A resource as Snakemake takes it: on a cluster a function of the attempt for one that grows."""
+        if name not in GROWING or not self.cluster:
             return self.resource(rule, name)
 
         def amount(wildcards: Any, attempt: int) -> int:
@@ -466,6 +468,12 @@ def _free_gpus() -> int | None:
 
 def _tell(text: str) -> None:
     print(f"draftline: {text}", file=sys.stderr)
+
+
+def _mark(function: Any, kind: str, **facts: Any) -> Callable[[Any], Any]:
+    """An input function with its kind. Its signature is said outright: Snakemake derives it several times a job."""
+    function.__dict__.update(kind=kind, __signature__=SIGNATURE, **facts)
+    return function  # type: ignore[no-any-return]
 
 
 @functools.cache
