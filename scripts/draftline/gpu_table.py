@@ -26,14 +26,14 @@ def belongs(process: Process, lease: Lease | None) -> bool:
 def table(devices: list[Device], chosen: list[Device]) -> Table:
     """A row a device, and one for each of its processes that belong to no lease. `chosen`: those that jobs may take."""
     result = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in ("GPU", "name", "memory", "state", "by"):
-        result.add_column(name, justify="right" if name == "memory" else "left", overflow="fold")
+    for heading in ("GPU", "name", "memory", "state", "by"):
+        result.add_column(heading, justify="right" if heading == "memory" else "left", overflow="fold")
     for device in devices:
         lease = None if device.trouble else holder(device.uuid)
         foreign = [process for process in device.processes if not belongs(process, lease)]
         memory = f"{device.used / 2**30:.1f} / {gib(device.total)}" if device.total else "-"
-        result.add_row(device.label, device.name, memory, *_state(device, lease, device in chosen))
-        result.add_row("", Text(device.uuid, style="dim"), "", "", "")
+        name = Text.assemble(device.name, "\n", (device.uuid, "dim"))
+        result.add_row(device.label, name, memory, *_state(device, lease, device in chosen))
         for process in foreign:
             size = "?" if process.memory is None else gib(process.memory)
             kind = Text("foreign", style="red") if process.compute else Text("draws only", style="dim")

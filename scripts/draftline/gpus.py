@@ -15,7 +15,7 @@ import os
 import random
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ class Nvml:
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = nvml.nvmlDeviceGetUUID(handle)
-            if not self._mig(handle):
+            if not self._ask(nvml.nvmlDeviceGetMigMode, handle, otherwise=[0])[0]:
                 return [self._device(handle, label, uuid)]
             parts = list(self._parts(handle, label, uuid))
             return parts or [
@@ -159,11 +159,12 @@ class Nvml:
         except nvml.NVMLError as error:
             return [Device(label, "", "?", trouble=f"not usable ({error})")]
 
-    def _mig(self, handle: Any) -> bool:
+    def _ask(self, function: Callable[..., Any], *arguments: Any, otherwise: Any) -> Any:
+        """What NVML answers, or `otherwise` where this kind of device has no such thing."""
         try:
-            return bool(self._nvml.nvmlDeviceGetMigMode(handle)[0])
+            return function(*arguments)
         except self._nvml.NVMLError_NotSupported:
-            return False
+            return otherwise
 
     def _parts(self, handle: Any, label: str, parent: str) -> Iterator[Device]:
         nvml = self._nvml
@@ -174,12 +175,13 @@ class Nvml:
 
     def _device(self, handle: Any, label: str, uuid: str, parent: str = "") -> Device:
         nvml = self._nvml
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
-        processes = _processes(nvml.nvmlDeviceGetComputeRunningProcesses(handle), compute=True)
-        # A process that computes and draws stands in both lists.
-        processes = _processes(nvml.nvmlDeviceGetGraphicsRunningProcesses(handle), compute=False) | processes
-        name = nvml.nvmlDeviceGetName(handle)
-        return Device(label, uuid, name, parent, memory.total, memory.used, tuple(processes.values()))
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2, otherwise=None)
+        draw = self._ask(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle, otherwise=[])
+        compute = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle, otherwise=[])
+        # A process that does both stands in both lists.
+        processes = _processes(draw, compute=False) | _processes(compute, compute=True)
+        total, used = (memory.total, memory.used) if memory else (0, 0)
+        return Device(label, uuid, nvml.nvmlDeviceGetName(handle), parent, total, used, tuple(processes.values()))
 
 
 def _processes(found: list[Any], compute: bool) -> dict[int, Process]:

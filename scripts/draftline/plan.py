@@ -295,8 +295,8 @@ class Plan:
         most = max(needs, key=lambda kind: needs[kind])
         if limit is not None and needs[most] > limit:
             _tell(
-                f"run.device is cuda, a job of {most} needs {needs[most]} GPU(s), and jobs may hold {limit} together "
-                "(resources: gpu): it will refuse to start. Run with --workflow-profile profiles/local-gpu"
+                f"run.device is cuda, a job of {most} needs gpu={needs[most]}, and jobs may hold gpu={limit} together "
+                "(resources); it will refuse to start: run with --workflow-profile profiles/local-gpu"
             )
 
     def segment_visits(self, drafter: str, segment: int) -> list[tuple[int, str, str]]:

@@ -11,14 +11,29 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gpu_world import GIB, SCRIPTS, Machine, gpu, uuid
 
 from draftline import gpus, settings
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
 from draftline.gpus import Device
+from gpu_world import GIB, SCRIPTS, Machine, build_library, gpu, uuid
 
 AS_NOBODY = "import pynvml; pynvml.nvmlInit(); os.setgid(65534); os.setuid(65534)"
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_library(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, library: Path):
+    """Two free GPUs. Jobs are ended afterwards."""
+    made = Machine(tmp_path, library)
+    made.show(gpu(0), gpu(1))
+    yield made
+    for job in made.jobs:
+        job.end()
 
 
 @pytest.fixture
@@ -347,7 +362,8 @@ def test_the_table_shows_leases_and_foreign_processes(machine: Machine, server) 
     )
     lines = show(machine, CUDA_VISIBLE_DEVICES="0,1,2").stdout.splitlines()
     text = " ".join(" ".join(lines).split())
-    assert f"90.0 / 140.0 GiB leased completions results/completions/0000.parquet, pid {job.process.pid} in" in text
+    assert "90.0 / 140.0 GiB leased completions results/completions/0000.parquet, " in text
+    assert f"pid {job.process.pid} in" in text
     assert f"pid {child}" not in text
     assert any(line.split()[:1] == ["1"] and line.split()[-1] == "free" for line in lines)
     assert (

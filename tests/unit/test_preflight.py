@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gpu_world import Machine, uuid
 
 from draftline import preflight, settings
 from draftline.errors import DraftlineError
@@ -22,6 +21,7 @@ from draftline.preflight import Load, look, refuse
 from draftline.preflight.limits import DENSE_BF16, checks
 from draftline.preflight.measure import Probe, await_probes
 from draftline.preflight.scene import Scene, describe, mount_point, node_name
+from gpu_world import Machine, build_library, gpu, uuid
 
 SCRIPTS = Path(preflight.__file__).resolve().parent.parent.parent
 LIMITS = {
@@ -312,6 +312,16 @@ def test_without_a_gpu_the_script_says_so_in_one_line():
 
 
 # In a job -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Two free GPUs that only NVML shows. Jobs are ended afterwards."""
+    made = Machine(tmp_path, build_library(tmp_path))
+    made.show(gpu(0), gpu(1))
+    yield made
+    for process in made.jobs:
+        process.end()
 
 
 def job(machine: Machine, **how: object) -> subprocess.CompletedProcess:

@@ -1,11 +1,14 @@
 """A machine with made-up GPUs: NVML's library of fake_nvml.c behind the real pynvml, and jobs that lease from it."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 GIB = 2**30
 JOB = """
 import os, subprocess, sys
@@ -23,6 +26,17 @@ except DraftlineError as error:
 print("CUDA_VISIBLE_DEVICES", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
 sys.stdin.read()
 """
+
+
+def build_library(folder: Path) -> Path:
+    """fake_nvml.c as libnvidia-ml.so.1; without a C compiler the test is skipped."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler (gcc, cc) to build the NVML library of these tests")
+    path = folder / "libnvidia-ml.so.1"
+    source = Path(__file__).with_name("fake_nvml.c")
+    subprocess.run([compiler, "-Wall", "-Werror", "-shared", "-fPIC", "-o", path, source], check=True)
+    return path
 
 
 class Job:
