@@ -253,11 +253,11 @@ def test_broken_packages_count_against_a_node_only_if_they_work_on_another():
 
 def test_jobs_that_start_at_once_look_once():
     code = (
-        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
         "import test_preflight as t, logging; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
         "assert not t.look(t.scene_of('GPU-0'), t.LAX, load=t.SMALL).problems\n"
     )
-    command = [sys.executable, "-c", code, str(SCRIPTS), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", code, str(SCRIPTS), *map(str, Path(__file__).parents[:2])]
     jobs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     said = [job.communicate()[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0], said
