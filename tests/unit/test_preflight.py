@@ -350,7 +350,7 @@ def job(machine: Machine, **how: object) -> subprocess.CompletedProcess:
 def test_a_job_whose_preflight_fails_does_no_work(machine: Machine):
     done = job(machine, SLURMD_NODENAME="gpu7", CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 1
-    start = f"report: node gpu7: failed its preflight: GPU 0 ({uuid(0)}, NVIDIA H200): import "
+    start = f"report: node gpu7: failed its preflight: GPU 0 ({uuid(0)}, NVIDIA H200): import torch: "
     line = next(line for line in done.stderr.splitlines() if line.startswith(start))
     assert "is built without CUDA; install one that has it" in line
     assert not (machine.folder / "out").exists()
@@ -379,4 +379,4 @@ def test_the_script_prints_the_figures_and_leaves_leased_gpus_out(machine: Machi
     assert "GPU 0 is left out: leased by completions" in done.stdout
     assert "written" in done.stdout
     assert "read back" in done.stdout
-    assert f"GPU 1 ({uuid(1)}, NVIDIA H200): import " in done.stderr
+    assert f"GPU 1 ({uuid(1)}, NVIDIA H200): import torch: " in done.stderr
