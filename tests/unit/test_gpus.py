@@ -16,9 +16,24 @@ from draftline import gpus, settings
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
 from draftline.gpus import Device
-from gpu_world import GIB, SCRIPTS, Machine, gpu, uuid
+from gpu_world import GIB, SCRIPTS, Machine, build_library, gpu, uuid
 
 AS_NOBODY = "import pynvml; pynvml.nvmlInit(); os.setgid(65534); os.setuid(65534)"
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_library(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, library: Path):
+    """Two free GPUs. Jobs are ended afterwards."""
+    made = Machine(tmp_path, library)
+    made.show(gpu(0), gpu(1))
+    yield made
+    for job in made.jobs:
+        job.end()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A node is looked at once, by probes that may hang or crash; what is off is named, and the node is left out until it is mended."""
 
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from draftline.preflight import Load, look, refuse
 from draftline.preflight.limits import DENSE_BF16, checks
 from draftline.preflight.measure import Probe, await_probes
 from draftline.preflight.scene import Scene, describe, mount_point, node_name
-from gpu_world import Machine, uuid
+from gpu_world import Machine, build_library, gpu, uuid
 
 SCRIPTS = Path(preflight.__file__).resolve().parent.parent.parent
 LIMITS = {
@@ -106,8 +107,11 @@ def test_a_probe_ends_with_a_killed_parent():
         while not any("libtorch" in file.path for file in probe.memory_maps()):
             time.sleep(0.1)  # It has asked to end with its parent by then.
         parent.kill()
-    gone, _ = psutil.wait_procs([probe], timeout=60)
-    assert gone or probe.status() == psutil.STATUS_ZOMBIE
+    try:
+        probe.wait(60)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            probe.kill()
 
 
 def ranks(tmp_path, *devices):
@@ -249,11 +253,11 @@ def test_broken_packages_count_against_a_node_only_if_they_work_on_another():
 
 def test_jobs_that_start_at_once_look_once():
     code = (
-        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
         "import test_preflight as t, logging; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
         "assert not t.look(t.scene_of('GPU-0'), t.LAX, load=t.SMALL).problems\n"
     )
-    command = [sys.executable, "-c", code, str(SCRIPTS), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", code, str(SCRIPTS), *map(str, Path(__file__).parents[:2])]
     jobs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     said = [job.communicate()[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0], said
@@ -310,6 +314,16 @@ def test_without_a_gpu_the_script_says_so_in_one_line():
 # In a job -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def machine(tmp_path):
+    """Two free GPUs that only NVML shows. Jobs are ended afterwards."""
+    made = Machine(tmp_path, build_library(tmp_path))
+    made.show(gpu(0), gpu(1))
+    yield made
+    for process in made.jobs:
+        process.end()
+
+
 def job(machine: Machine, **how: object) -> subprocess.CompletedProcess:
     """A command that wants one GPU, on a machine whose driver shows GPUs and whose torch is the CPU's."""
     values = {"rule": "report", "config": {}, "code": fingerprint("report")}
@@ -336,7 +350,7 @@ def job(machine: Machine, **how: object) -> subprocess.CompletedProcess:
 def test_a_job_whose_preflight_fails_does_no_work(machine: Machine):
     done = job(machine, SLURMD_NODENAME="gpu7", CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 1
-    start = f"report: node gpu7: failed its preflight: GPU 0 ({uuid(0)}, NVIDIA H200): import "
+    start = f"report: node gpu7: failed its preflight: GPU 0 ({uuid(0)}, NVIDIA H200): import torch: "
     line = next(line for line in done.stderr.splitlines() if line.startswith(start))
     assert "is built without CUDA; install one that has it" in line
     assert not (machine.folder / "out").exists()
@@ -365,4 +379,4 @@ def test_the_script_prints_the_figures_and_leaves_leased_gpus_out(machine: Machi
     assert "GPU 0 is left out: leased by completions" in done.stdout
     assert "written" in done.stdout
     assert "read back" in done.stdout
-    assert f"GPU 1 ({uuid(1)}, NVIDIA H200): import " in done.stderr
+    assert f"GPU 1 ({uuid(1)}, NVIDIA H200): import torch: " in done.stderr

@@ -1,8 +1,8 @@
 """Preflight: a look at a node before the first GPU job there, because a bad node may be merely slow.
 
-The real packages are imported, each GPU multiplies matrices, several sum numbers together, results/ and the scratch folder are written
-and read. The figures are kept in ``results/.resume/preflight/`` by node, driver and kind of GPU; while they hold for
-the same devices, packages and mounts, a job starts at once. A node that fails is named, refused, and listed in `BAD`.
+The real packages are imported, each GPU multiplies matrices, several sum numbers together, results/ and the scratch folder
+are written and read. The figures are kept in ``results/.resume/preflight/`` by node, driver and kind of GPU; while they
+hold for the same devices, packages and mounts, a job starts at once. A node that fails is named, refused, and listed in `BAD`.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Report:
 
 
 def ensure(limits: Mapping[str, float], manifest: str | None = None) -> None:
-    """Raise DraftlineError when this node does not pass with the visible devices, which are the job's, or did not before.
+    """Raise DraftlineError when this node does not pass with the visible devices (the job's own), or did not before.
 
     `limits` is the config's `run.preflight`, `manifest` the target's.
     """
@@ -67,7 +67,7 @@ def refuse(scene: Scene) -> None:
 
 
 def look(scene: Scene, limits: Mapping[str, float], again: bool = False, load: Load = Load()) -> Report:  # noqa: B008
-    """Figures and checks of a scene: recorded ones where they hold and are good, others measured, by one process of a node at a time.
+    """Figures and checks of a scene: recorded where they hold and are good, else measured, by one process a node at a time.
 
     `again` measures everything, and takes back what stands against the node and these devices if all is well.
     """
@@ -101,7 +101,7 @@ def verdict(report: Report) -> tuple[str, str]:
     return first, "Not held against the node, because no other node has passed with these packages."
 
 
-# Records ----------------------------------------------------------------------------------------------------------------
+# Records --------------------------------------------------------------------------------------------------------------
 
 
 def _recorded(scene: Scene, limits: Mapping[str, float]) -> Report:
@@ -181,7 +181,7 @@ def _alone(node: str, timeout: float) -> Iterator[None]:
             lock.acquire(timeout=PATIENCE * timeout)
     except filelock.Timeout:
         raise DraftlineError(
-            f"{lock.lock_file}: held for {PATIENCE * timeout:g} s; a preflight of node {node} hangs: end it and run again"
+            f"{lock.lock_file}: held for {PATIENCE * timeout:g} s; a preflight hangs; end its process and run again"
         ) from None
     except NotImplementedError:
         raise DraftlineError(
@@ -193,7 +193,7 @@ def _alone(node: str, timeout: float) -> Iterator[None]:
         lock.release()
 
 
-# Bad nodes --------------------------------------------------------------------------------------------------------------
+# Bad nodes ------------------------------------------------------------------------------------------------------------
 
 
 def bad_path(node: str) -> Path:
@@ -202,7 +202,7 @@ def bad_path(node: str) -> Path:
 
 
 def bad_record(node: str) -> dict[str, Any]:
-    """What stands against a node: ``problems``, each with ``text``, ``when`` and the ``devices`` that it is about (none: all)."""
+    """What stands against a node: ``problems``, each with ``text``, ``when`` and its ``devices`` (none: all of the node)."""
     return {"node": node, "problems": [], **_read(bad_path(node))}
 
 

@@ -26,7 +26,7 @@ DENSE_BF16 = {
     "NVIDIA GeForce RTX 4090": 165,
     "NVIDIA GeForce RTX 3090": 71,
 }
-"""TFLOP/s in bf16 without sparsity, by the driver's name of the kind: NVIDIA's data sheets, for GeForce its architecture papers.
+"""TFLOP/s in bf16 without sparsity, by the driver's name of the kind: NVIDIA's data sheets, for GeForce its white papers.
 
 Healthy cards reach about 0.8 of it; one H200 gave 754 to 800.
 """

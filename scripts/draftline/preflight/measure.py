@@ -1,6 +1,6 @@
 """Figures of a scene, taken by `draftline.preflight.probe` in child processes with a time limit.
 
-This process never starts CUDA. A probe that hangs, crashes or raises gives ``{"error": ..., "stage": ...}`` for its part.
+This process never starts CUDA. A probe that hangs, crashes or raises gives ``{"error": ..., "stage": ...}`` of its part.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Load:
 
 
 def measure(scene: Scene, parts: Collection[str], timeout: float, load: Load) -> Figures:
-    """Figures of `parts`: disks one after the other, then the devices at once, then the group if each of its devices is well.
+    """Figures of `parts`: disks one after the other, then the devices at once, then the group if all was well so far.
 
     `timeout` holds for each of these steps, in seconds. Raises DraftlineError when the disk of results/ is full: that
     is not the node's fault.

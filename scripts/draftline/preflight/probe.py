@@ -41,6 +41,7 @@ def device(device: str, size: int, seconds: float, modules: list[str]) -> dict[s
     for name in modules:
         stage(f"import {name}")
         importlib.import_module(name)
+    stage("import torch")
     import torch
 
     cuda = device.startswith("cuda")
