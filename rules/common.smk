@@ -78,7 +78,7 @@ def command(rule):
     It takes the place of its shell: a shell between would die of the SIGTERM upon which the command still saves its work.
     """
     options = json.dumps(PLAN.run_options(rule))
-    return "exec " + shlex.join([sys.executable, str(WORKFLOW / "scripts" / f"{rule}.py"), "--run", options])
+    return shlex.join(["exec", sys.executable, str(WORKFLOW / "scripts" / f"{rule}.py"), "--run", options])
 
 
 def need(rule, resource):

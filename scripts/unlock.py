@@ -16,6 +16,7 @@ import psutil
 LOCKS = Path(".snakemake/locks")
 RUN = "DRAFTLINE_RUN"
 """Environment variable that a run's main process gives to its jobs (draftline.plan)."""
+SLURM_JOB = "SLURM_JOB_ID"
 PATIENCE = 20.0
 """Seconds between SIGTERM, upon which a job removes its unfinished files, and SIGKILL."""
 
@@ -49,11 +50,16 @@ def holders(locks: list[Path], living: list[psutil.Process]) -> list[psutil.Proc
 
 
 def leftovers(living: list[psutil.Process]) -> list[psutil.Process]:
-    """Jobs of a run whose Snakemake is gone. A command started by hand has no run in its environment and is left alone."""
+    """Jobs of a run whose Snakemake is gone. A command started by hand has no run in its environment and is left alone.
+
+    So is a process of another SLURM job, where this machine is a node too: the next run settles those (draftline.slurm).
+    """
     found = []
     for process in living:
         try:
-            orphan = RUN in process.environ() and not is_snakemake(process)
+            environment = process.environ()
+            orphan = RUN in environment and not is_snakemake(process)
+            orphan = orphan and environment.get(SLURM_JOB) in (None, os.environ.get(SLURM_JOB))
             if orphan and not any(is_snakemake(parent) for parent in process.parents()):
                 found.append(process)
         except (psutil.Error, OSError):

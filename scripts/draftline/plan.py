@@ -342,13 +342,14 @@ class Plan:
     def resource(self, rule: str, name: str, attempt: int = 1) -> int:
         """A resource from `run.{kind}` of the config, or its default; no GPU when the device is the CPU.
 
-        Memory (`mem_mb`) and time (`runtime`, minutes) grow with the attempt, up to `run.limits`.
+        Memory (`mem_mb`) and time (`runtime`, minutes) grow with the attempt, up to `run.limits`: SLURM lets a job that asks
+        for more time than its partition allows wait for ever. The first attempt gets what it asks for.
         """
         kind, run = KIND_OF_WORK.get(rule, "light"), self.config["run"]
         if name == "gpus" and run["device"] == "cpu":
             return 0
         amount = int(run[kind].get(name, RESOURCES[kind][name]))
-        return min(amount * attempt, int(run["limits"].get(name, amount * attempt)))
+        return max(amount, min(amount * attempt, int(run["limits"].get(name, amount * attempt))))
 
     def need(self, rule: str, name: str) -> int | Callable[..., int]:
         """A resource as Snakemake takes it: on a cluster a function of the attempt for one that grows."""

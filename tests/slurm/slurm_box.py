@@ -74,6 +74,8 @@ class Box:
         self.folder = folder
 
     def start(self) -> None:
+        if (ETC / "slurm.conf").is_symlink():
+            Box((ETC / "slurm.conf").readlink().parent).stop()  # Of a test run that was killed.
         for name in ("state", "log", "run", "dev", *(f"spool/{node}" for node in NODES)):
             (self.folder / name).mkdir(parents=True)
         for number in range(2):
@@ -99,12 +101,13 @@ class Box:
         """End the jobs, the daemons and the links."""
         subprocess.run(["scancel", "--user=root"], check=False)
         until(lambda: slurm("squeue", "-h") == "", "all jobs ended")
-        for file in [*(self.folder / "run").glob("*.pid")]:
-            pid = int(file.read_text())
-            os.kill(pid, signal.SIGTERM)
-            until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"{file.stem} ended")  # type: ignore[misc]
+        for file in (self.folder / "run").glob("*.pid"):
+            daemon = Path("/proc", file.read_text().strip())
+            if daemon.exists() and (daemon / "comm").read_text().startswith("slurm"):
+                os.kill(int(daemon.name), signal.SIGTERM)
+                until(lambda daemon=daemon: not daemon.exists(), f"{file.stem} ended")
         for name in FILES:
-            (ETC / name).unlink()
+            (ETC / name).unlink(missing_ok=True)
 
 
 def slurm(*command: str) -> str:

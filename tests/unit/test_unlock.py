@@ -99,6 +99,12 @@ def test_command_started_by_hand_is_left_alone(tmp_path: Path) -> None:
         assert process.poll() is None
 
 
+def test_job_under_slurm_is_left_to_the_next_run(tmp_path: Path) -> None:
+    with living(tmp_path, sys.executable, "-c", SLEEP, DRAFTLINE_RUN="run.json", SLURM_JOB_ID="7") as process:
+        assert unlock.unlock(tmp_path) is None
+        assert process.poll() is None
+
+
 def test_job_of_a_living_run_is_left_alone(tmp_path: Path) -> None:
     script = tmp_path / "bin" / "snakemake"
     script.parent.mkdir()
