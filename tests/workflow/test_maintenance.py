@@ -188,6 +188,24 @@ def test_the_next_call_after_a_sigkill_restores_the_service_first(world: World) 
     assert "its service is still stopped" not in world.run.snakemake("-n", TOKENS).stderr
 
 
+def test_a_stop_that_outlives_its_killed_window_is_awaited_before_the_start(world: World) -> None:
+    go = world.folder / "go"
+    world.config["stop"] = f"while ! test -e '{go}'; do sleep 0.1; done; {world.verb('stop')}"
+    world.write()
+    process = subprocess.Popen(world.command(PART), cwd=world.run.folder, stdout=subprocess.DEVNULL)
+    until((world.run.folder / STATE).exists, "the stop")
+    process.kill()
+    process.wait()
+    restore = subprocess.Popen(world.command("--restore"), cwd=world.run.folder, stdout=subprocess.PIPE, text=True)
+    assert restore.stdout is not None
+    assert "was killed in its window" in restore.stdout.readline()
+    go.touch()
+    restore.communicate()
+    assert restore.returncode == 0
+    assert [word for word, _ in world.events()] == ["up", "down", "up"]
+    assert world.is_as_before()
+
+
 def test_a_leftover_of_the_service_is_ended_before_the_jobs_run(world: World) -> None:
     (world.folder / "worker").write_text("stubborn")
     world.config["memory_seconds"] = 2
