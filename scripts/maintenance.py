@@ -30,9 +30,10 @@ def main() -> None:
     try:
         maintain(options.targets, snakemake, options.restore)
     except (DraftlineError, Interrupted, OSError) as error:
-        first = error.__context__  # Why the window was given up, where the way back failed as well.
         with contextlib.suppress(OSError):
-            print(f"maintenance: {error}" + (f"\nBefore that: {first}" if first else ""), file=sys.stderr, flush=True)
+            print(f"maintenance: {error}", file=sys.stderr)
+            if isinstance(error.__context__, DraftlineError | Interrupted):  # Where the way back failed as well.
+                print(f"before that: {error.__context__}", file=sys.stderr)
         sys.exit(128 + error.number if isinstance(error, Interrupted) else 1)
 
 

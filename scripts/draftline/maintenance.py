@@ -24,7 +24,7 @@ from typing import Any
 
 from draftline.errors import DraftlineError
 from draftline.fingerprint import SCRIPTS
-from draftline.service import LOG, Known, Service, end, gpu_holders, marked, recall, remember, say
+from draftline.service import LOG, Known, Service, end, end_marked, gpu_holders, marked, recall, remember, say
 
 FOLDER = LOG.parent
 STATE = FOLDER / "stopped.json"
@@ -57,7 +57,7 @@ class State:
     processes: Known
 
     def save(self) -> None:
-        """Write beside and rename: the next call finds this or what was before, and after a power cut too."""
+        """Write beside and rename: the next call finds this or what was before."""
         with tempfile.NamedTemporaryFile("w", dir=FOLDER, prefix=".", suffix=".tmp", delete=False) as file:
             json.dump(asdict(self), file, indent=1)
             file.flush()
@@ -150,7 +150,9 @@ def planned(targets: list[str], arguments: list[str]) -> tuple[dict[str, Any], l
     """The resolved config, and the jobs that Snakemake would start. Raises DraftlineError when it cannot say."""
     with tempfile.NamedTemporaryFile("r", prefix="draftline-", suffix=".jsonl") as file:
         command = [sys.executable, str(SCRIPTS / "planned.py"), file.name, *_options(targets, arguments), "--dry-run"]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, start_new_session=True
+        )
         lines = [json.loads(line) for line in file]
     if done.returncode:
         raise DraftlineError(f"snakemake -n: failed; mend that first\n{(done.stdout + done.stderr).strip()}")
@@ -191,6 +193,7 @@ def _run_windows(targets: list[str], arguments: list[str], signals: Signals) -> 
     opened = False
     while True:
         config, jobs = planned(targets, arguments)
+        signals.check()
         settings = config.get("maintenance")
         if settings is None:
             raise DraftlineError("config: maintenance: missing; give stop, start and health (docs/maintenance.md)")
@@ -198,10 +201,11 @@ def _run_windows(targets: list[str], arguments: list[str], signals: Signals) -> 
         if not wanted:
             say("done" if opened else f"nothing pending of {', '.join(settings['rules'])}: the service stays up")
             return
+        if any(option.startswith(("-n", "--dry")) for option in arguments):
+            say(f"would make {_listed(before) if before else 'nothing'} before the window, and in it {_listed(wanted)}")
+            return
         if asked == (before or wanted):
-            raise DraftlineError(
-                f"{asked[0]}: still pending after it was asked for; is a dry run (-n) among the options?"
-            )
+            raise DraftlineError(f"{asked[0]}: still pending after a run that made it; what says snakemake -n?")
         service = Service(**{key: value for key, value in settings.items() if key != "rules"})
         _check(service)
         asked = before or wanted
@@ -255,7 +259,7 @@ def _snakemake(targets: list[str], arguments: list[str], window: str, signals: S
     try:
         signals.wait(lambda: child.poll() is not None)
     finally:
-        end(marked(MARK, window), "jobs of this window")
+        end_marked(MARK, window, "jobs of this window")
     if child.returncode:
         raise DraftlineError(f"snakemake: exit status {child.returncode}; what failed stands above")
 
@@ -269,7 +273,7 @@ def _restore_after(state: State) -> None:
     say(f"process {state.pid} was killed in its window: restoring the service")
     if state.phase == "stopping":  # A stop command that still works would stop the service after its start.
         wait(lambda: not marked(MARK, f"stop-{state.id}"), state.service["stop_seconds"])
-    end(marked(MARK, state.id), "jobs of that window")
+    end_marked(MARK, state.id, "jobs of that window")
     _restore(state)
 
 

@@ -191,6 +191,14 @@ def marked(name: str, value: str) -> list[psutil.Process]:
     return found
 
 
+def end_marked(name: str, value: str, what: str) -> None:
+    """End the processes that `marked` finds, and those that they start meanwhile."""
+    for _ in range(3):
+        if not (found := marked(name, value)):
+            return
+        end(found, what)
+
+
 def end(processes: list[psutil.Process], what: str) -> None:
     """End processes, gently first. One that may not be ended is left, and is found again by who waits for it."""
     if processes:

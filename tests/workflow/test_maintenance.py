@@ -102,7 +102,9 @@ def world(run: Run, tmp_path: Path) -> Iterator[World]:
             until(lambda: supervisor.healthy(world.folder), "the service")
             yield world
         finally:
-            for child in psutil.Process(process.pid).children(recursive=True):
+            supervised = psutil.Process(process.pid)
+            supervised.suspend()  # It would start the service again.
+            for child in supervised.children(recursive=True):
                 child.kill()
             process.kill()
 
@@ -128,17 +130,24 @@ def test_the_service_is_down_while_the_jobs_run_and_no_longer(world: World) -> N
 
 
 def test_a_maintenance_section_makes_nothing_stale(world: World) -> None:
-    assert world.run.pending(TOKENS, "results/report.html").get("report") == 1  # By the part that is missing.
-    world.config["stop_seconds"] = 7
-    world.write()
-    assert world.window().returncode == 0
-    assert world.run.pending() == {}
+    assert "maintenance:" in world.run.config.read_text()
+    assert world.run.pending("results/report.html", TOKENS) == {}
 
 
 def test_the_service_is_never_stopped_when_nothing_is_pending(world: World) -> None:
     done = world.window(TOKENS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the service stays up" in done.stdout
+    assert [word for word, _ in world.events()] == ["up"]
+
+
+def test_a_dry_run_tells_what_the_window_would_hold_and_stops_nothing(world: World) -> None:
+    (world.run.folder / TOKENS).unlink()
+    done = subprocess.run(
+        [*world.command(PART), "-n"], cwd=world.run.folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"would make results/gates/mask/0000.json, {TOKENS} before the window, and in it {PART}" in done.stdout
     assert [word for word, _ in world.events()] == ["up"]
 
 
@@ -161,7 +170,7 @@ def test_the_service_is_up_again_after_a_signal(world: World, number: signal.Sig
     assert process.returncode == 128 + number
     assert f"interrupted by {number.name}" in output
     assert world.is_as_before()
-    assert world.window().returncode == 0, "no lock and nothing half-written is in the way of the next one"
+    assert not list((world.run.folder / ".snakemake/locks").glob("*.lock"))
 
 
 def test_the_next_call_after_a_sigkill_restores_the_service_first(world: World) -> None:
@@ -179,6 +188,24 @@ def test_the_next_call_after_a_sigkill_restores_the_service_first(world: World) 
     assert "its service is still stopped" not in world.run.snakemake("-n", TOKENS).stderr
 
 
+def test_a_stop_that_outlives_its_killed_window_is_awaited_before_the_start(world: World) -> None:
+    go = world.folder / "go"
+    world.config["stop"] = f"while ! test -e '{go}'; do sleep 0.1; done; {world.verb('stop')}"
+    world.write()
+    process = subprocess.Popen(world.command(PART), cwd=world.run.folder, stdout=subprocess.DEVNULL)
+    until((world.run.folder / STATE).exists, "the stop")
+    process.kill()
+    process.wait()
+    restore = subprocess.Popen(world.command("--restore"), cwd=world.run.folder, stdout=subprocess.PIPE, text=True)
+    assert restore.stdout is not None
+    assert "was killed in its window" in restore.stdout.readline()
+    go.touch()
+    restore.communicate()
+    assert restore.returncode == 0
+    assert [word for word, _ in world.events()] == ["up", "down", "up"]
+    assert world.is_as_before()
+
+
 def test_a_leftover_of_the_service_is_ended_before_the_jobs_run(world: World) -> None:
     (world.folder / "worker").write_text("stubborn")
     world.config["memory_seconds"] = 2
@@ -190,19 +217,6 @@ def test_a_leftover_of_the_service_is_ended_before_the_jobs_run(world: World) ->
     assert not worker.is_running()
 
 
-def test_without_a_list_of_its_processes_nothing_of_the_service_is_ended(world: World) -> None:
-    (world.folder / "worker").write_text("stubborn")
-    del world.config["processes"]
-    world.write()
-    worker = psutil.Process(int((world.folder / "worker.pid").read_text()))
-    try:
-        done = world.window()
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert worker.is_running()
-    finally:
-        worker.kill()
-
-
 def test_a_second_window_is_refused_by_the_first_ones_process(world: World) -> None:
     process = world.open_window()
     try:
@@ -210,19 +224,21 @@ def test_a_second_window_is_refused_by_the_first_ones_process(world: World) -> N
         assert second.returncode == 1
         assert f"a window is open already, by process {process.pid} on " in second.stderr
     finally:
+        process.terminate()
         process.communicate()
-    assert process.returncode == 0
     assert [word for word, _ in world.events()] == ["up", "down", "up"]
 
 
 def test_a_start_that_fails_is_told_and_can_be_tried_again(world: World) -> None:
     mended = world.folder / "mended"
+    world.config["stop"] += "; exit 4"
     world.config["start"] = f"test -e '{mended}' && {world.verb('start')}"
     world.write()
     done = world.window()
     assert done.returncode == 1
     assert "maintenance.start: exit status 1" in done.stderr
     assert "THE SERVICE IS DOWN" in done.stderr
+    assert "before that: maintenance.stop: exit status 4" in done.stderr
     assert (world.run.folder / STATE).exists()
     mended.touch()
     assert world.window("--restore").returncode == 0
