@@ -45,6 +45,7 @@ class World:
             **{verb: self.verb(verb) for verb in ("stop", "start", "health")},
             "processes": self.verb("pids"),
             "memory_seconds": 20,
+            "health_seconds": 60,
         }
         self.write()
         (run.folder / PART).unlink()
@@ -164,8 +165,9 @@ def test_the_service_is_up_again_after_a_job_failed(world: World) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_service_is_up_again_after_a_signal(world: World, number: signal.Signals) -> None:
     process = world.open_window()
-    process.send_signal(number)
-    process.send_signal(number)  # Impatience changes nothing.
+    while process.poll() is None and (world.run.folder / STATE).exists():  # Impatience changes nothing.
+        process.send_signal(number)
+        time.sleep(0.1)
     output, _ = process.communicate()
     assert process.returncode == 128 + number
     assert f"interrupted by {number.name}" in output
