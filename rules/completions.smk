@@ -14,7 +14,8 @@ rule canary:
         settings=settings("canary"),
         manifest=artifact("results/target/manifest.json"),
         tokenizer=artifact("results/target/tokenizer.json"),
-        prompts=artifact(*PROMPTS),
+        # One job makes all shards. Naming each here would cost a large run, whose every job awaits this gate, much time.
+        prompts=artifact(PROMPTS[0]),
     output:
         gate="results/gates/canary.json",
     log:
@@ -32,9 +33,11 @@ rule canary:
         slurm_extra=slurm_extra("canary"),
     params:
         command=command("canary"),
+        shards=len(SHARDS),
     shell:
         "{params.command} --settings {input.settings:q} --threads {threads} --gpus {resources.gpu} --log {log:q}"
         " --manifest {input.manifest:q} --tokenizer {input.tokenizer:q} --prompts {input.prompts:q}"
+        " --shards {params.shards}"
         " --output {output.gate:q}"
 
 
