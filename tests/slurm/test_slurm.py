@@ -247,22 +247,21 @@ def test_a_job_that_is_killed_a_slurmd_that_is_killed_and_a_snakemake_that_is_ki
 
 def test_queued_jobs_of_a_killed_run_are_cancelled(run):
     """A dry run only names them; the next run cancels them and submits its own."""
-    for path in (run.folder / "results/hidden_states/0000").iterdir():
-        path.unlink()
-    targets = ["results/hidden_states/0000/0000.safetensors", "results/hidden_states/0000/0001.safetensors"]
+    target = "results/completions/0000.parquet"
+    (run.folder / target).unlink()
     hold()
-    snakemake = run.start(*targets)
-    old = {job for job, _, _ in run.until_jobs(2, "PENDING")}
+    snakemake = run.start(target)
+    old = {job for job, _, _ in run.until_jobs(1, "PENDING")}
     snakemake.send_signal(signal.SIGKILL)
     snakemake.wait()
     subprocess.run([sys.executable, "scripts/unlock.py"], cwd=run.folder, check=True)
-    assert "SLURM jobs of a killed run are still here: " in run.snakemake("-n", *targets).stderr
+    assert "SLURM jobs of a killed run are still here: " in run.snakemake("-n", target).stderr
     assert {job for job, _, _ in run.jobs("PENDING")} == old
-    again = run.start(*targets)
+    again = run.start(target)
     until(lambda: {job for job, _, _ in run.jobs("CANCELLED")} == old, "the old jobs are cancelled")
     release()
     run.finish(again)
-    assert len(run.jobs("COMPLETED")) == 2
+    assert len(run.jobs("COMPLETED")) == 1
 
 
 def test_a_node_found_unfit_gets_no_job(run):
