@@ -246,8 +246,10 @@ def test_a_job_that_is_killed_a_slurmd_that_is_killed_and_a_snakemake_that_is_ki
 
 
 def test_queued_jobs_of_a_killed_run_are_cancelled(run):
-    """A dry run only names them; the next run cancels them and submits its own."""
+    """A dry run only names them; the next run cancels them, and no other folder's, and submits its own."""
     target = "results/completions/0000.parquet"
+    elsewhere = ["-J", "draftline_elsewhere", "-D", str(run.folder.parent), "-o", "/dev/null", "--wrap", "true"]
+    other = slurm("sbatch", "--parsable", "--hold", *elsewhere)
     (run.folder / target).unlink()
     hold()
     snakemake = run.start(target)
@@ -262,6 +264,8 @@ def test_queued_jobs_of_a_killed_run_are_cancelled(run):
     release()
     run.finish(again)
     assert len(run.jobs("COMPLETED")) == 1
+    assert slurm("squeue", "-h", "-j", other, "--format=%T") == "PENDING"
+    subprocess.run(["scancel", other], check=True)
 
 
 def test_a_node_found_unfit_gets_no_job(run):
