@@ -42,7 +42,7 @@ class SlurmRun(Run):
         return [(str(job), state, what) for job, state, what in ours if not states or state in states]
 
     def until_jobs(self, count: int, *states: str) -> list[tuple[str, str, str]]:
-        until(lambda: len(self.jobs(*states)) >= count, f"{count} jobs are {' or '.join(states)}: {self.log()}")
+        until(lambda: len(self.jobs(*states)) >= count, f"{count} jobs are {' or '.join(states)}")
         return self.jobs(*states)
 
 

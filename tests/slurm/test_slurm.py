@@ -146,6 +146,11 @@ def test_a_job_that_lacked_memory_gets_more(run):
     assert "xceeded" in slurm_log(run, jobs[0][0])
 
 
+def text(path: Path) -> str:
+    """Content of a log; empty while it does not exist, as between two tries."""
+    return path.read_text() if path.exists() else ""
+
+
 def slurm_log(run: SlurmRun, job: str) -> str:
     (path,) = (run.folder / "results/logs/slurm").rglob(f"{job}.log")
     return path.read_text()
@@ -186,16 +191,16 @@ def test_training_saves_on_sigterm_and_the_retry_goes_on(run):
     reference = SlurmRun(run.copy(run.folder.with_name("reference")).folder)
     for path in (run, reference):
         subprocess.run(["rm", "-r", path.folder / "results/drafters"], check=True)
-    state = "results/drafters/small/segments/2/state.safetensors"
+    state = "results/drafters/small/segments/1/state.safetensors"
     log = run.folder / "results/logs/train_segment/small-1.log"
     log.unlink()
     snakemake = run.start(state)
-    until(lambda: log.exists() and "training: " in log.read_text(), f"training has begun: {run.log()}")
+    until(lambda: "training: " in text(log), "training has begun")
     (job, _, _) = run.jobs("RUNNING")[0]
     subprocess.run(["scancel", "--signal=TERM", job], check=True)
-    until(lambda: "stopped by SIGTERM" in log.read_text(), "training has stopped")
-    step = re.search(r"stopped by SIGTERM .* after step (\d+) of", log.read_text())[1]
-    until(lambda: f"state.safetensors: step {step} of" in log.read_text(), "the retry went on from the saved step")
+    until(lambda: "stopped by SIGTERM" in text(log), "training has stopped")
+    step = re.search(r"stopped by SIGTERM .* after step (\d+) of", text(log))[1]
+    until(lambda: f"state.safetensors: step {step} of" in text(log), "the retry went on from the saved step")
     run.finish(snakemake)
     reference.snakemake(state)
     for path in (state, "results/drafters/small/segments/1/metrics.parquet"):
@@ -241,23 +246,26 @@ def test_a_job_that_is_killed_a_slurmd_that_is_killed_and_a_snakemake_that_is_ki
 
 
 def test_queued_jobs_of_a_killed_run_are_cancelled(run):
-    """A dry run only names them; the next run cancels them and submits its own."""
-    for path in (run.folder / "results/hidden_states/0000").iterdir():
-        path.unlink()
-    targets = ["results/hidden_states/0000/0000.safetensors", "results/hidden_states/0000/0001.safetensors"]
+    """A dry run only names them; the next run cancels them, and no other folder's, and submits its own."""
+    target = "results/completions/0000.parquet"
+    elsewhere = ["-J", "draftline_elsewhere", "-D", str(run.folder.parent), "-o", "/dev/null", "--wrap", "true"]
+    other = slurm("sbatch", "--parsable", "--hold", *elsewhere)
+    (run.folder / target).unlink()
     hold()
-    snakemake = run.start(*targets)
-    old = {job for job, _, _ in run.until_jobs(2, "PENDING")}
+    snakemake = run.start(target)
+    old = {job for job, _, _ in run.until_jobs(1, "PENDING")}
     snakemake.send_signal(signal.SIGKILL)
     snakemake.wait()
     subprocess.run([sys.executable, "scripts/unlock.py"], cwd=run.folder, check=True)
-    assert "SLURM jobs of a killed run are still here: " in run.snakemake("-n", *targets).stderr
+    assert "SLURM jobs of a killed run are still here: " in run.snakemake("-n", target).stderr
     assert {job for job, _, _ in run.jobs("PENDING")} == old
-    again = run.start(*targets)
+    again = run.start(target)
     until(lambda: {job for job, _, _ in run.jobs("CANCELLED")} == old, "the old jobs are cancelled")
     release()
     run.finish(again)
-    assert len(run.jobs("COMPLETED")) == 2
+    assert len(run.jobs("COMPLETED")) == 1
+    assert slurm("squeue", "-h", "-j", other, "--format=%T") == "PENDING"
+    subprocess.run(["scancel", other], check=True)
 
 
 def test_a_node_found_unfit_gets_no_job(run):

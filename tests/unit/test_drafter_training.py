@@ -108,6 +108,31 @@ def test_checkpoints_of_other_settings_are_cleared_when_a_segment_begins(run):
     assert untouched.exists()
 
 
+def test_a_sigterm_is_answered_with_a_checkpoint_of_the_step_in_hand(run, monkeypatch):
+    """No checkpoint is due (save_every is a minute); the signal comes in the middle of the fifth step."""
+    undisturbed = world.train(1, 1)
+    expected, rows = tensors(undisturbed), metrics(undisturbed)
+    shutil.rmtree(undisturbed)
+    train = Trainer.train
+
+    def interrupted(self, samples):
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train(self, samples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train", interrupted)
+        with pytest.raises(
+            DraftlineError, match=rf"stopped by SIGTERM .* after step 5 of {len(rows)}; its state is saved"
+        ):
+            world.train(1, 1)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not (undisturbed / "state.safetensors").exists()
+    resumed = world.train(1, 1)
+    assert metrics(resumed) == rows
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(resumed).items())
+
+
 def step_of(checkpoint):
     path = checkpoint / "state.safetensors"
     return State.load(path).step if path.exists() else 0
