@@ -238,7 +238,7 @@ class Plan:
                 return ancient(self._written[settings_name(rule, entry)])
             path = self._write(rule, entry)
             output = self._output_of(function, wildcards)
-            if not self.staleness.foreign(output):
+            if not self.staleness.outdated(output):
                 return ancient(path)
             os.utime(path)
             return path

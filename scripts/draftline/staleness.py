@@ -36,6 +36,7 @@ class Staleness:
         self._records: dict[str, provenance.Record] = {}
         self._pending: dict[str, bool] = {}
         self._waits: dict[str, bool] = {}
+        self._outdated: dict[str, bool] = {}
 
     def wanted(self, path: str) -> str:
         """The id that `path` carries once it is up to date: its present one where that was accepted in place of the new."""
@@ -79,5 +80,14 @@ class Staleness:
         """Whether a job has an output or an input to wait for; asked once for all its outputs, which may be many."""
         if node.first not in self._waits:
             missing = not all(map(os.path.exists, node.kept))
-            self._waits[node.first] = missing or any(self.pending(name) for name in node.inputs)
+            self._waits[node.first] = missing or self._foreign(node) or any(self.pending(name) for name in node.inputs)
         return self._waits[node.first]
+
+    def outdated(self, path: str) -> bool:
+        """An output of the job that makes `path` carries another id. A temporary one may be gone, the others tell."""
+        return self.foreign(path) or self._foreign(self._node(path))
+
+    def _foreign(self, node: Node) -> bool:
+        if node.first not in self._outdated:
+            self._outdated[node.first] = any(map(self.foreign, node.kept))
+        return self._outdated[node.first]

@@ -345,12 +345,11 @@ def show(machine: Machine, **environment: str) -> subprocess.CompletedProcess:
 
 def test_the_table_shows_leases_and_foreign_processes(machine: Machine, server) -> None:
     machine.show(gpu(0), gpu(1), gpu(2), gpu(3))
-    job, dead = (
-        machine.job(then="print('child', subprocess.Popen([sys.executable, '-c', 'input()']).pid)"),
-        machine.job(),
-    )
+    job = machine.job(then="print('child', subprocess.Popen([sys.executable, '-c', 'input()']).pid)")
     child = int(job.read("child"))
-    job.devices(), dead.devices()
+    job.devices()
+    dead = machine.job()
+    dead.devices()
     dead.end()
     machine.show(
         gpu(0, 90 * GIB),

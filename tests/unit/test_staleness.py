@@ -99,6 +99,19 @@ def test_a_missing_temporary_artifact_is_no_reason(tree):
     assert tree.pending() == []
 
 
+def test_a_job_whose_temporary_output_is_gone_is_judged_by_what_it_keeps(tree):
+    def state(settings):
+        job = Node("rule", "a.json", settings, (), temporary=True, kept=("b.json",))
+        return Staleness(
+            lambda path: job if path == "a.json" else Node("rule", "a.json", settings, (), kept=("b.json",))
+        )
+
+    record = {"rule": "rule", "id": provenance.identity("a.json", "one", {}), "settings": "one", "inputs": {}}
+    provenance.write_json("b.json", {}, record)
+    assert not any((state("one").outdated("a.json"), state("one").pending("a.json")))
+    assert all((state("two").outdated("a.json"), state("two").pending("a.json"), state("two").pending("b.json")))
+
+
 def test_a_torn_artifact_is_left_to_its_reader(tree):
     tree.make_all()
     with open("b.json", "r+b") as file:
