@@ -1,9 +1,10 @@
-"""Time and memory of a dry run of a large preset, beside a bare Snakemake graph of as many jobs.
+"""Time and memory of a dry run of a large preset, beside plain Snakemake graphs of as many jobs.
 
     .venv/bin/python benchmarks/dag.py --shards 1250 --parts 5
 
-The bare workflow has the same jobs, files and edges, and nothing else: no settings, gates, resources, logs or checks.
-Both sides run alternately; the table gives medians and spread of wall time, CPU time and peak memory.
+`bare` has the same jobs and files with inputs, output and shell alone. `plain` has what a published workflow has besides: log,
+benchmark, environment, threads, resources and params. Neither has settings, gates or checks. The sides run in turn; the table gives
+medians and spread of wall time, CPU time and peak memory.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PRESET = ROOT / "presets" / "qwen3.6-27b.yaml"
 
-BARE = """
+HEAD = """
 S = [f"{{n:04d}}" for n in range({shards})]
 P = [f"{{n:04d}}" for n in range({parts})]
 N = {segments}
@@ -31,42 +32,47 @@ def parts(wildcards):
     visits = range(total * (n - 1) // N, total * n // N)
     return list(dict.fromkeys(PARTS[visit % len(PARTS)] for visit in visits))
 
+def before(wildcards):
+    return [f"results/segments/{{int(wildcards.n) - 1}}"] if int(wildcards.n) > 1 else []
+
 rule all:
     input: expand("results/prompts/{{s}}", s=S), expand("results/completions/{{s}}", s=S),
            expand("results/tokens/{{s}}", s=S), expand("results/gates/{{s}}", s=S), PARTS,
            f"results/segments/{{N}}"
-rule target:
-    output: "results/target"
-    shell: "touch {{output}}"
-rule prompts:
-    input: "results/target"
-    output: expand("results/prompts/{{s}}", s=S)
-    shell: "touch {{output}}"
-rule completions:
-    input: "results/target", "results/prompts/{{s}}"
-    output: "results/completions/{{s}}"
-    shell: "touch {{output}}"
-rule tokens:
-    input: "results/target", "results/completions/{{s}}"
-    output: "results/tokens/{{s}}"
-    shell: "touch {{output}}"
-rule gate:
-    input: "results/target", "results/tokens/{{s}}"
-    output: "results/gates/{{s}}"
-    shell: "touch {{output}}"
-rule stats:
-    input: expand("results/tokens/{{s}}", s=S)
-    output: "results/stats"
-    shell: "touch {{output}}"
-rule hidden_states:
-    input: "results/target", "results/tokens/{{s}}", "results/gates/{{s}}"
-    output: "results/hidden_states/{{s}}/{{p}}"
-    shell: "touch {{output}}"
-rule train:
-    input: lambda w: [f"results/segments/{{int(w.n) - 1}}"] if int(w.n) > 1 else [], "results/stats", parts
-    output: "results/segments/{{n}}"
-    shell: "touch {{output}}"
 """
+RULES = {
+    "target": ("", '"results/target"', ""),
+    "prompts": ('manifest="results/target"', 'expand("results/prompts/{s}", s=S)', ""),
+    "completions": ('manifest="results/target", prompts="results/prompts/{s}"', '"results/completions/{s}"', "{s}"),
+    "tokens": ('manifest="results/target", rows="results/completions/{s}"', '"results/tokens/{s}"', "{s}"),
+    "gate": ('manifest="results/target", tokens="results/tokens/{s}"', '"results/gates/{s}"', "{s}"),
+    "stats": ('tokens=expand("results/tokens/{s}", s=S)', '"results/stats"', ""),
+    "hidden_states": (
+        'manifest="results/target", tokens="results/tokens/{s}", gate="results/gates/{s}"',
+        '"results/hidden_states/{s}/{p}"',
+        "{s}-{p}",
+    ),
+    "train": ('state=before, stats="results/stats", parts=parts', '"results/segments/{n}"', "{n}"),
+}
+"""Name: inputs, output, and the wildcards of its log."""
+
+DIRECTIVES = """    log: "results/logs/{name}/{log}.log"
+    benchmark: "results/benchmarks/{name}/{log}.tsv"
+    conda: "env.yaml"
+    threads: 2
+    resources: gpu=1, mem_mb=8000, runtime=720, disk_mb=100000
+    params: command="exec python scripts/{name}.py --run '{{}}'"
+    shell: "{{params.command}} --threads {{threads}} --gpus {{resources.gpu}} --log {{log:q}} --inputs {{input:q}} --output {{output:q}}"
+"""
+
+
+def snakefile(numbers: dict[str, int], directives: bool) -> str:
+    """The same jobs in plain Snakemake: bare, or with the directives that a published workflow has."""
+    text = HEAD.format(**numbers)
+    for name, (inputs, output, log) in RULES.items():
+        text += f"rule {name}:\n" + (f"    input: {inputs}\n" if inputs else "") + f"    output: {output}\n"
+        text += DIRECTIVES.format(name=name, log=log or name) if directives else '    shell: "touch {output}"\n'
+    return text
 
 
 def scaled(shards: int, parts: int) -> tuple[str, dict[str, int]]:
@@ -108,16 +114,21 @@ def main() -> None:
     text, numbers = scaled(options.shards, options.parts)
     snakemake = [sys.executable, "-m", "snakemake", "-n", "--quiet", "rules"]
     with tempfile.TemporaryDirectory() as scratch:
-        ours, bare = Path(scratch, "draftline"), Path(scratch, "bare")
+        ours = Path(scratch, "draftline")
         ours.mkdir()
-        bare.mkdir()
         (ours / "preset.yaml").write_text(text)
-        (bare / "Snakefile").write_text(BARE.format(shards=options.shards, parts=options.parts, **numbers))
         sides = {
             "draftline": [*snakemake, "--snakefile", str(ROOT / "Snakefile"), "--directory", str(ours),
                           "--configfile", str(ours / "preset.yaml")],
-            "bare": [*snakemake, "--snakefile", str(bare / "Snakefile"), "--directory", str(bare), "--cores", "2"],
         }  # fmt: skip
+        for side in ("bare", "plain"):
+            folder = Path(scratch, side)
+            folder.mkdir()
+            (folder / "env.yaml").write_text("dependencies: [python]\n")
+            numbers |= {"shards": options.shards, "parts": options.parts}
+            (folder / "Snakefile").write_text(snakefile(numbers, directives=side == "plain"))
+            place = ["--snakefile", str(folder / "Snakefile"), "--directory", str(folder), "--cores", "2"]
+            sides[side] = [*snakemake, *place]
         found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
         for _ in range(options.repeats):
             for side, command in sides.items():
@@ -128,9 +139,12 @@ def main() -> None:
         figures = {key: [run[key] for run in runs] for key in ("wall", "cpu", "mb")}
         cells = [f"{key} {statistics.median(v):.1f} [{min(v):.1f}, {max(v):.1f}]" for key, v in figures.items()]
         print(f"{side:>10}: {int(runs[0]['jobs'])} jobs; {'; '.join(cells)}")
-    for key in ("wall", "cpu", "mb"):
-        ratio = statistics.median(r[key] for r in found["draftline"]) / statistics.median(r[key] for r in found["bare"])
-        print(f"ratio of {key}: {ratio:.2f}")
+    for side in ("bare", "plain"):
+        ratios = [
+            f"{key} {statistics.median(r[key] for r in found['draftline']) / statistics.median(r[key] for r in found[side]):.2f}"
+            for key in ("wall", "cpu", "mb")
+        ]
+        print(f"draftline over {side}: {', '.join(ratios)}")
 
 
 if __name__ == "__main__":
