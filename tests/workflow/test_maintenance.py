@@ -70,7 +70,12 @@ class World:
         log = self.run.folder / "results/logs/hidden_states/0000-0000.log"
         log.unlink(missing_ok=True)
         process = subprocess.Popen(
-            self.command(PART), cwd=self.run.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            self.command(PART),
+            cwd=self.run.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # The tests may run under nohup.
         )
         until(lambda: log.exists() or process.poll() is not None, "the window's job")
         assert process.poll() is None, process.communicate()[0]
