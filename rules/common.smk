@@ -41,6 +41,7 @@ PARTS = [f"{part:04d}" for part in range(config["hidden_states"]["parts_per_shar
 SEGMENTS = list(range(1, config["segments"] + 1))
 MODELS = list(config["drafters"])
 SETS = list(config["benches"])
+THREADS = config["run"]["threads"]
 
 
 wildcard_constraints:

@@ -24,7 +24,7 @@ rule canary:
         "results/benchmarks/canary/canary.tsv"
     conda:
         "../envs/cpu.yaml"
-    threads: 2
+    threads: THREADS
     resources:
         gpu=need("canary", "gpus"),
         mem_mb=need("canary", "mem_mb"),
@@ -57,7 +57,7 @@ rule completions:
         "results/benchmarks/completions/{shard}.tsv"
     conda:
         "../envs/cpu.yaml"
-    threads: 2
+    threads: THREADS
     resources:
         gpu=need("completions", "gpus"),
         mem_mb=need("completions", "mem_mb"),
@@ -87,7 +87,7 @@ rule bench_completions:
         "results/benchmarks/bench_completions/{bench}.tsv"
     conda:
         "../envs/cpu.yaml"
-    threads: 2
+    threads: THREADS
     resources:
         gpu=need("bench_completions", "gpus"),
         mem_mb=need("bench_completions", "mem_mb"),

@@ -34,7 +34,7 @@ rule evaluate:
         "results/benchmarks/evaluate/{drafter}-{bench}.tsv"
     conda:
         "../envs/cpu.yaml"
-    threads: 2
+    threads: THREADS
     resources:
         gpu=need("evaluate", "gpus"),
         mem_mb=need("evaluate", "mem_mb"),
@@ -83,7 +83,7 @@ rule evaluate_baseline:
         "results/benchmarks/evaluate_baseline/{baseline}-{bench}.tsv"
     conda:
         "../envs/cpu.yaml"
-    threads: 2
+    threads: THREADS
     resources:
         gpu=need("evaluate_baseline", "gpus"),
         mem_mb=need("evaluate_baseline", "mem_mb"),

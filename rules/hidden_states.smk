@@ -28,7 +28,7 @@ rule hidden_states:
         "results/benchmarks/hidden_states/{shard}-{part}.tsv"
     conda:
         "../envs/cpu.yaml"
-    threads: 2
+    threads: THREADS
     resources:
         gpu=need("hidden_states", "gpus"),
         mem_mb=need("hidden_states", "mem_mb"),
@@ -56,7 +56,7 @@ rule hidden_states_gate:
         "results/benchmarks/hidden_states_gate/hidden_states_gate.tsv"
     conda:
         "../envs/cpu.yaml"
-    threads: 2
+    threads: THREADS
     resources:
         gpu=need("hidden_states_gate", "gpus"),
         mem_mb=need("hidden_states_gate", "mem_mb"),
@@ -84,7 +84,7 @@ rule bench_hidden_states:
         "results/benchmarks/bench_hidden_states/{bench}.tsv"
     conda:
         "../envs/cpu.yaml"
-    threads: 2
+    threads: THREADS
     resources:
         gpu=need("bench_hidden_states", "gpus"),
         mem_mb=need("bench_hidden_states", "mem_mb"),

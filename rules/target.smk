@@ -21,7 +21,7 @@ rule target:
     localrule: on_submit_host("target")
     conda:
         "../envs/cpu.yaml"
-    threads: 2
+    threads: THREADS
     resources:
         gpu=0,
         mem_mb=need("target", "mem_mb"),

@@ -49,7 +49,7 @@ rule train_segment:
         "results/benchmarks/train_segment/{drafter}-{segment}.tsv"
     conda:
         "../envs/cpu.yaml"
-    threads: 2
+    threads: THREADS
     resources:
         gpu=need("train_segment", "gpus"),
         mem_mb=need("train_segment", "mem_mb"),
