@@ -227,14 +227,15 @@ def small_disk(tmp_path):
 
 
 class FillingTheDisk(list):
-    """Features during whose computation somebody else fills the disk."""
+    """Features during whose computation somebody else fills the disk, before the first of them is written."""
 
     def __init__(self, features, other):
         super().__init__(features)
         self.other = other
 
     def __getitem__(self, n):
-        self.other.write_bytes(bytes(700_000))
+        if not self.other.exists():
+            self.other.write_bytes(bytes(700_000))
         return super().__getitem__(n)
 
 
