@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import IO
 
+from draftline.settings import RUN_FILE
+
 
 class Jobs(logging.Filter):
     """Takes the jobs out of what Snakemake logs."""
@@ -44,7 +46,7 @@ def main(path: str, options: list[str]) -> None:
         try:
             snakemake(options)
         finally:
-            run = os.environ.get("DRAFTLINE_RUN")  # Set by the plan (draftline.plan.RUN_FILE).
+            run = os.environ.get(RUN_FILE)  # Set by the plan.
             if run:
                 file.write(json.dumps(json.loads(Path(run).read_text(encoding="utf-8"))["config"]) + "\n")
 

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import psutil
 
-LOCKS = Path(".snakemake/locks")
-RUN = "DRAFTLINE_RUN"
-"""Environment variable that a run's main process gives to its jobs (draftline.plan)."""
+from draftline.processes import end, is_alive
+from draftline.settings import RUN_FILE
+from draftline.slurm import LOCKS
+
 SLURM_JOB = "SLURM_JOB_ID"
-PATIENCE = 20.0
-"""Seconds between SIGTERM, upon which a job removes its unfinished files, and SIGKILL."""
 
 
 def is_snakemake(process: psutil.Process) -> bool:
@@ -35,8 +34,7 @@ def processes(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            here = process.pid not in own and Path(process.cwd()) == folder
-            if here and process.status() != psutil.STATUS_ZOMBIE:
+            if process.pid not in own and Path(process.cwd()) == folder and is_alive(process):
                 found.append(process)
         except (psutil.Error, OSError):
             continue  # Ended meanwhile, or another user's.
@@ -58,26 +56,13 @@ def leftovers(living: list[psutil.Process]) -> list[psutil.Process]:
     for process in living:
         try:
             environment = process.environ()
-            orphan = RUN in environment and not is_snakemake(process)
+            orphan = RUN_FILE in environment and not is_snakemake(process)
             orphan = orphan and environment.get(SLURM_JOB) in (None, os.environ.get(SLURM_JOB))
             if orphan and not any(is_snakemake(parent) for parent in process.parents()):
                 found.append(process)
         except (psutil.Error, OSError):
             continue
     return found
-
-
-def end(jobs: list[psutil.Process]) -> None:
-    """End processes, gently first."""
-    for job in jobs:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            print(f"draftline: ending process {job.pid}, a job of a run that was killed: {' '.join(job.cmdline()[:3])}")
-            job.terminate()
-    _, alive = psutil.wait_procs(jobs, timeout=PATIENCE)
-    for job in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            job.kill()
-    psutil.wait_procs(alive, timeout=PATIENCE)
 
 
 def unlock(folder: Path) -> str | None:
@@ -90,7 +75,11 @@ def unlock(folder: Path) -> str | None:
         return (
             f"{LOCKS}: Snakemake (process {pids}) is running in this folder; wait for it, or stop it with: kill {pids}"
         )
-    end(leftovers(living))
+    jobs = leftovers(living)
+    for job in jobs:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            print(f"draftline: ending process {job.pid}, a job of a run that was killed: {' '.join(job.cmdline()[:3])}")
+    end(jobs)
     for lock in locks:
         lock.unlink(missing_ok=True)
     if locks:

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from draftline import gpus, preflight, progress, provenance
+from draftline import progress, provenance
 from draftline.errors import DraftlineError
 from draftline.fingerprint import SCRIPTS, fingerprint
 from draftline.settings import load, settings_hash
@@ -125,6 +125,8 @@ class Command:
             job = self._job(options)
             _prepare(job)
             if job.run.get("device") == "cuda":
+                from draftline import gpus, preflight
+
                 output, wanted = _listed(job.paths[self._outputs[0]])[0], job.run.get("gpus", 1)
                 gpus.lease(wanted, job.gpus, job.rule, output)
                 if wanted and "preflight" in job.run:

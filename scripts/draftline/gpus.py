@@ -145,6 +145,10 @@ class Nvml:
         """All devices in nvidia-smi's order, MIG devices in place of their GPU."""
         return [device for index in range(self._nvml.nvmlDeviceGetCount()) for device in self._gpu(index)]
 
+    def visible(self) -> list[Device]:
+        """Those that CUDA_VISIBLE_DEVICES leaves."""
+        return visible(self.devices(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
     def _gpu(self, index: int) -> list[Device]:
         nvml, label = self._nvml, str(index)
         try:
@@ -330,7 +334,7 @@ def _note(content: bytes) -> Lease:
 def free() -> tuple[list[Device], list[str]]:
     """Visible devices that a job could take now, and why each other one could not."""
     with Nvml() as nvml:
-        devices = visible(nvml.devices(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        devices = nvml.visible()
     taken = {device.label: _taken(device) for device in devices}
     reasons = [f"{device} is {reason}" for device in devices for reason in taken[device.label]]
     return [device for device in devices if not taken[device.label]], reasons
@@ -380,7 +384,7 @@ def _acquire(nvml: Nvml, wanted: int, note: dict[str, Any]) -> list[Device]:
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     started, told = time.monotonic(), False
     while True:
-        there = visible(nvml.devices(), names)
+        there = nvml.visible()
         # CUDA shows a process the first MIG device alone, so a job of several devices takes whole GPUs.
         pool = there if wanted == 1 else [device for device in there if not device.parent]
         if len(pool) < wanted:

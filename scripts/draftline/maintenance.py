@@ -24,6 +24,7 @@ from typing import Any
 
 from draftline.errors import DraftlineError
 from draftline.fingerprint import SCRIPTS
+from draftline.provenance import replacing
 from draftline.service import LOG, Known, Service, end, end_marked, gpu_holders, marked, recall, remember, say
 
 FOLDER = LOG.parent
@@ -58,11 +59,8 @@ class State:
 
     def save(self) -> None:
         """Write beside and rename: the next call finds this or what was before."""
-        with tempfile.NamedTemporaryFile("w", dir=FOLDER, prefix=".", suffix=".tmp", delete=False) as file:
-            json.dump(asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, STATE)
+        with replacing(STATE) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     @classmethod
     def load(cls) -> "State":

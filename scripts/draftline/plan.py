@@ -25,14 +25,11 @@ from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
 from draftline.packages import OFFLINE
 from draftline.provenance import canonical, digest
-from draftline.settings import ROOT, cut, settings_hash, write
+from draftline.settings import ROOT, RUN_FILE, cut, settings_hash, write
 from draftline.staleness import Node, Staleness
 from draftline.visits import segment_visits
 
 STALE = Path("results/.resume/stale.json")
-RUN_FILE = "DRAFTLINE_RUN"
-"""Environment variable with the path of the run file: resolved config and settings files by rule. The main process writes
-it and its jobs read it, so that what they do was decided when the run started."""
 
 KEYS: dict[str, list[str]] = {
     "target": ["target"],
@@ -150,8 +147,6 @@ class Plan:
         self._written: dict[str, str] = {} if main else planned()["settings"]
         self._nodes: dict[str, Node] = {}
         self._jobs: dict[tuple[Any, ...], Node] = {}
-        self._makers: list[Maker] = []
-        self._fixed: dict[str, Maker] = {}
         self._first: dict[int, str] = {}
         self.root = self._settings_root() if main else Path(ROOT)
         if main:
@@ -299,18 +294,21 @@ class Plan:
 
     def _maker(self, path: str) -> tuple["Maker", Wildcards]:
         """The output that a path is, one that is kept before a temporary one, and its wildcards."""
-        if not self._makers:
-            self._makers = sorted(
-                (Maker.of(rule, output) for rule in self.rules for output in rule.output), key=lambda m: m.temporary
-            )
-            self._fixed = {maker.start: maker for maker in reversed(self._makers) if not maker.pattern}
-            self._makers = [maker for maker in self._makers if maker.pattern]
-        if path in self._fixed:
-            return self._fixed[path], Wildcards()
-        for maker in self._makers:
+        fixed, patterns = self._makers
+        if path in fixed:
+            return fixed[path], Wildcards()
+        for maker in patterns:
             if path.startswith(maker.start) and (match := maker.output.match(path)):
                 return maker, Wildcards(match.groupdict())
         raise DraftlineError(f"{path}: no rule makes it; the artifacts are listed in docs/artifacts.md")
+
+    @functools.cached_property
+    def _makers(self) -> tuple[dict[str, "Maker"], list["Maker"]]:
+        """Outputs without wildcards by their path, and the others; the kept ones come first."""
+        makers = [Maker.of(rule, output) for rule in self.rules for output in rule.output]
+        makers.sort(key=lambda maker: maker.temporary)
+        fixed = {maker.start: maker for maker in reversed(makers) if not maker.pattern}
+        return fixed, [maker for maker in makers if maker.pattern]
 
     def _describe(self, maker: "Maker", wildcards: Wildcards) -> Node:
         from snakemake.io import is_flagged

@@ -16,13 +16,13 @@ from typing import IO
 
 import psutil
 
+import draftline.processes
 from draftline.errors import DraftlineError
-from draftline.gpus import Nvml, visible
+from draftline.gpus import Nvml
+from draftline.processes import is_alive
 
 LOG = Path("results/.resume/maintenance/log")
 """What a window did and when, and the output of the commands."""
-PATIENCE = 20.0
-"""Seconds between SIGTERM, upon which a process cleans up, and SIGKILL."""
 CALL_SECONDS = 30.0
 """Limit of a command that only looks: one call of health or processes."""
 Known = list[tuple[int, float]]
@@ -134,7 +134,7 @@ def gpu_holders(own: Iterable[int] = ()) -> list[str]:
     except DraftlineError:
         return []
     with nvml:
-        devices = visible(nvml.devices(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        devices = nvml.visible()
     found = []
     for device in devices:
         others = [process for process in device.processes if process.compute and process.pid not in own]
@@ -150,14 +150,6 @@ def say(text: str) -> None:
         print(f"maintenance: {text}", flush=True)
     with contextlib.suppress(OSError), open(LOG, "a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def remember(processes: Iterable[psutil.Process]) -> Known:
@@ -200,17 +192,10 @@ def end_marked(name: str, value: str, what: str) -> None:
 
 
 def end(processes: list[psutil.Process], what: str) -> None:
-    """End processes, gently first. One that may not be ended is left, and is found again by who waits for it."""
+    """End processes and say so. One that may not be ended is left, and is found again by who waits for it."""
     if processes:
         say(f"ending {what}: {'; '.join(map(describe, processes))}")
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            process.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            process.kill()
-    psutil.wait_procs(alive, timeout=PATIENCE)
+    draftline.processes.end(processes)
 
 
 def describe(process: psutil.Process) -> str:

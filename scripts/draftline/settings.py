@@ -18,6 +18,9 @@ from draftline.errors import DraftlineError
 from draftline.provenance import canonical
 
 ROOT = "results/settings"
+RUN_FILE = "DRAFTLINE_RUN"
+"""Environment variable with the path of the run file: resolved config and settings files by rule. The main process writes
+it and its jobs read it, so that what they do was decided when the run started."""
 
 
 def cut(config: Mapping[str, Any], keys: list[str]) -> dict[str, Any]:

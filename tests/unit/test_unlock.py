@@ -19,7 +19,7 @@ SLEEP = "import time; print('up', flush=True); time.sleep(120)"
 @contextmanager
 def living(folder: Path, *command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A process that works in `folder` and has begun to."""
-    values = {key: value for key, value in os.environ.items() if key != unlock.RUN} | environment
+    values = {key: value for key, value in os.environ.items() if key != unlock.RUN_FILE} | environment
     with subprocess.Popen(command, cwd=folder, env=values, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"

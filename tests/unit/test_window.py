@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from draftline import processes
 from draftline import service as module
 from draftline.errors import DraftlineError
 from draftline.maintenance import Planned, split
@@ -96,7 +97,7 @@ def test_a_familys_children_are_known_and_words_that_are_no_pids_are_passed_over
 def test_a_child_that_outlives_its_parent_and_ignores_sigterm_is_ended(
     parent: Any, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 1.0)
+    monkeypatch.setattr(processes, "PATIENCE", 1.0)
     known = remember(service(processes=f"echo {parent.pid}").family())
     parent.kill()
     parent.wait()

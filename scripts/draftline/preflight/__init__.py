@@ -22,9 +22,10 @@ from draftline.preflight.measure import Figures, Load, measure
 from draftline.preflight.scene import Scene, describe, visible_devices
 from draftline.progress import say
 from draftline.provenance import replacing
+from draftline.slurm import BAD_NODES
 
 ROOT = Path("results/.resume/preflight")
-BAD = ROOT / "bad"
+BAD = BAD_NODES
 """A file ``{node}.json`` for each node that failed, by its name in SLURM, which is asked to leave these out."""
 AGAIN = "scripts/preflight.py --again"
 PATIENCE = 10

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from draftline.errors import DraftlineError
-from draftline.gpus import Device, Nvml, visible
+from draftline.gpus import Device, Nvml
 
 PACKAGES = {"torch": "torch", "transformers": "transformers"}
 LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
@@ -87,7 +87,7 @@ def visible_devices() -> tuple[str, list[Device]]:
     Raises DraftlineError when there is none, or no driver.
     """
     with Nvml() as nvml:
-        devices, driver = visible(nvml.devices(), os.environ.get("CUDA_VISIBLE_DEVICES")), nvml.driver()
+        devices, driver = nvml.visible(), nvml.driver()
     if not devices:
         raise DraftlineError(f"node {node_name()}: no GPU is visible; look at CUDA_VISIBLE_DEVICES and nvidia-smi -L")
     return driver, devices
