@@ -4,6 +4,7 @@ Which job has to run is decided by draftline.staleness from the ids inside the a
 inputs: those of a job with nothing to do are `ancient()`, and a settings file is newer than an artifact that it does not match.
 """
 
+import gc
 import json
 import os
 import shlex
@@ -19,6 +20,9 @@ from draftline import plan, slurm
 from draftline.errors import DraftlineError
 
 sys.path.remove(str(WORKFLOW / "scripts"))
+
+# The graph's objects stay as long as the run: searching them for garbage as often as Python does takes a tenth of a dry run.
+gc.set_threshold(200_000, 50, 50)
 
 if workflow.is_main_process and not workflow.overwrite_configfiles:
 
@@ -82,16 +86,9 @@ def command(rule):
     return shlex.join(["exec", sys.executable, str(WORKFLOW / "scripts" / f"{rule}.py"), "--run", options])
 
 
-def need(rule, resource):
-    """A resource of a rule: from `run.{rule}` of the config, else the plan's estimate; more at another attempt."""
-    return PLAN.need(rule, resource)
-
-
-def slurm_extra(rule):
-    """Options of sbatch for a rule's jobs, asked anew at each submission."""
-    if not CLUSTER:
-        return ""
-    return lambda wildcards, attempt: slurm.extra_options(rule, PLAN.resource(rule, "runtime", attempt))
+def needs(rule):
+    """Resources of a rule: from `run` of the config, else the plan's estimates; more at another attempt."""
+    return PLAN.needs(rule)
 
 
 def on_submit_host(rule):

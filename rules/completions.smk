@@ -26,11 +26,7 @@ rule canary:
         "../envs/cpu.yaml"
     threads: THREADS
     resources:
-        gpu=need("canary", "gpus"),
-        mem_mb=need("canary", "mem_mb"),
-        runtime=need("canary", "runtime"),
-        disk_mb=need("canary", "disk_mb"),
-        slurm_extra=slurm_extra("canary"),
+        **needs("canary"),
     params:
         command=command("canary"),
         shards=len(SHARDS),
@@ -59,11 +55,7 @@ rule completions:
         "../envs/cpu.yaml"
     threads: THREADS
     resources:
-        gpu=need("completions", "gpus"),
-        mem_mb=need("completions", "mem_mb"),
-        runtime=need("completions", "runtime"),
-        disk_mb=need("completions", "disk_mb"),
-        slurm_extra=slurm_extra("completions"),
+        **needs("completions"),
     params:
         command=command("completions"),
     shell:
@@ -89,11 +81,7 @@ rule bench_completions:
         "../envs/cpu.yaml"
     threads: THREADS
     resources:
-        gpu=need("bench_completions", "gpus"),
-        mem_mb=need("bench_completions", "mem_mb"),
-        runtime=need("bench_completions", "runtime"),
-        disk_mb=need("bench_completions", "disk_mb"),
-        slurm_extra=slurm_extra("bench_completions"),
+        **needs("bench_completions"),
     params:
         command=command("bench_completions"),
     shell:

@@ -36,11 +36,7 @@ rule evaluate:
         "../envs/cpu.yaml"
     threads: THREADS
     resources:
-        gpu=need("evaluate", "gpus"),
-        mem_mb=need("evaluate", "mem_mb"),
-        runtime=need("evaluate", "runtime"),
-        disk_mb=need("evaluate", "disk_mb"),
-        slurm_extra=slurm_extra("evaluate"),
+        **needs("evaluate"),
     params:
         command=command("evaluate"),
     shell:
@@ -85,11 +81,7 @@ rule evaluate_baseline:
         "../envs/cpu.yaml"
     threads: THREADS
     resources:
-        gpu=need("evaluate_baseline", "gpus"),
-        mem_mb=need("evaluate_baseline", "mem_mb"),
-        runtime=need("evaluate_baseline", "runtime"),
-        disk_mb=need("evaluate_baseline", "disk_mb"),
-        slurm_extra=slurm_extra("evaluate_baseline"),
+        **needs("evaluate_baseline"),
     params:
         command=command("evaluate_baseline"),
     shell:

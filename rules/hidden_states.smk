@@ -30,11 +30,7 @@ rule hidden_states:
         "../envs/cpu.yaml"
     threads: THREADS
     resources:
-        gpu=need("hidden_states", "gpus"),
-        mem_mb=need("hidden_states", "mem_mb"),
-        runtime=need("hidden_states", "runtime"),
-        disk_mb=need("hidden_states", "disk_mb"),
-        slurm_extra=slurm_extra("hidden_states"),
+        **needs("hidden_states"),
     params:
         command=command("hidden_states"),
     shell:
@@ -58,11 +54,7 @@ rule hidden_states_gate:
         "../envs/cpu.yaml"
     threads: THREADS
     resources:
-        gpu=need("hidden_states_gate", "gpus"),
-        mem_mb=need("hidden_states_gate", "mem_mb"),
-        runtime=need("hidden_states_gate", "runtime"),
-        disk_mb=need("hidden_states_gate", "disk_mb"),
-        slurm_extra=slurm_extra("hidden_states_gate"),
+        **needs("hidden_states_gate"),
     params:
         command=command("hidden_states_gate"),
     shell:
@@ -86,11 +78,7 @@ rule bench_hidden_states:
         "../envs/cpu.yaml"
     threads: THREADS
     resources:
-        gpu=need("bench_hidden_states", "gpus"),
-        mem_mb=need("bench_hidden_states", "mem_mb"),
-        runtime=need("bench_hidden_states", "runtime"),
-        disk_mb=need("bench_hidden_states", "disk_mb"),
-        slurm_extra=slurm_extra("bench_hidden_states"),
+        **needs("bench_hidden_states"),
     params:
         command=command("bench_hidden_states"),
     shell:

@@ -22,10 +22,7 @@ rule bench_prompts:
         "../envs/cpu.yaml"
     threads: 1
     resources:
-        gpu=0,
-        mem_mb=need("bench_prompts", "mem_mb"),
-        runtime=need("bench_prompts", "runtime"),
-        disk_mb=need("bench_prompts", "disk_mb"),
+        **needs("bench_prompts"),
     params:
         command=command("bench_prompts"),
     shell:
@@ -51,10 +48,7 @@ rule prompts:
         "../envs/cpu.yaml"
     threads: 1
     resources:
-        gpu=0,
-        mem_mb=need("prompts", "mem_mb"),
-        runtime=need("prompts", "runtime"),
-        disk_mb=need("prompts", "disk_mb"),
+        **needs("prompts"),
     params:
         command=command("prompts"),
     shell:

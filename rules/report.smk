@@ -30,10 +30,7 @@ rule report:
         "../envs/cpu.yaml"
     threads: 1
     resources:
-        gpu=0,
-        mem_mb=need("report", "mem_mb"),
-        runtime=need("report", "runtime"),
-        disk_mb=need("report", "disk_mb"),
+        **needs("report"),
     params:
         command=command("report"),
     shell:

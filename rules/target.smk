@@ -23,10 +23,7 @@ rule target:
         "../envs/cpu.yaml"
     threads: THREADS
     resources:
-        gpu=0,
-        mem_mb=need("target", "mem_mb"),
-        runtime=need("target", "runtime"),
-        disk_mb=need("target", "disk_mb"),
+        **needs("target"),
     params:
         command=command("target"),
     shell:

@@ -28,10 +28,7 @@ rule tokens:
         "../envs/cpu.yaml"
     threads: 1
     resources:
-        gpu=0,
-        mem_mb=need("tokens", "mem_mb"),
-        runtime=need("tokens", "runtime"),
-        disk_mb=need("tokens", "disk_mb"),
+        **needs("tokens"),
     params:
         command=command("tokens"),
     shell:
@@ -58,10 +55,7 @@ rule mask_gate_shard:
         "../envs/cpu.yaml"
     threads: 1
     resources:
-        gpu=0,
-        mem_mb=need("mask_gate_shard", "mem_mb"),
-        runtime=need("mask_gate_shard", "runtime"),
-        disk_mb=need("mask_gate_shard", "disk_mb"),
+        **needs("mask_gate_shard"),
     params:
         command=command("mask_gate_shard"),
     shell:
@@ -88,10 +82,7 @@ rule mask_stats:
         "../envs/cpu.yaml"
     threads: 1
     resources:
-        gpu=0,
-        mem_mb=need("mask_stats", "mem_mb"),
-        runtime=need("mask_stats", "runtime"),
-        disk_mb=need("mask_stats", "disk_mb"),
+        **needs("mask_stats"),
     params:
         command=command("mask_stats"),
     shell:
@@ -117,10 +108,7 @@ rule mask_gate:
         "../envs/cpu.yaml"
     threads: 1
     resources:
-        gpu=0,
-        mem_mb=need("mask_gate", "mem_mb"),
-        runtime=need("mask_gate", "runtime"),
-        disk_mb=need("mask_gate", "disk_mb"),
+        **needs("mask_gate"),
     params:
         command=command("mask_gate"),
     shell:

@@ -51,11 +51,7 @@ rule train_segment:
         "../envs/cpu.yaml"
     threads: THREADS
     resources:
-        gpu=need("train_segment", "gpus"),
-        mem_mb=need("train_segment", "mem_mb"),
-        runtime=need("train_segment", "runtime"),
-        disk_mb=need("train_segment", "disk_mb"),
-        slurm_extra=slurm_extra("train_segment"),
+        **needs("train_segment"),
     params:
         command=command("train_segment"),
     shell:
@@ -91,10 +87,7 @@ rule keep_checkpoint:
         "../envs/cpu.yaml"
     threads: 1
     resources:
-        gpu=0,
-        mem_mb=need("keep_checkpoint", "mem_mb"),
-        runtime=need("keep_checkpoint", "runtime"),
-        disk_mb=need("keep_checkpoint", "disk_mb"),
+        **needs("keep_checkpoint"),
     params:
         command=command("keep_checkpoint"),
     shell:
@@ -121,10 +114,7 @@ rule export:
         "../envs/cpu.yaml"
     threads: 1
     resources:
-        gpu=0,
-        mem_mb=need("export", "mem_mb"),
-        runtime=need("export", "runtime"),
-        disk_mb=need("export", "disk_mb"),
+        **needs("export"),
     params:
         command=command("export"),
     shell:
@@ -152,10 +142,7 @@ rule export_gate:
         "../envs/cpu.yaml"
     threads: 1
     resources:
-        gpu=0,
-        mem_mb=need("export_gate", "mem_mb"),
-        runtime=need("export_gate", "runtime"),
-        disk_mb=need("export_gate", "disk_mb"),
+        **needs("export_gate"),
     params:
         command=command("export_gate"),
     shell:

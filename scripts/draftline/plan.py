@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from draftline import gpus, maintenance, sources
+from draftline import gpus, maintenance, slurm, sources
 from draftline.config import check, check_schema
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
@@ -349,15 +349,25 @@ class Plan:
         amount = int(run[kind].get(name, RESOURCES[kind][name]))
         return max(amount, min(amount * attempt, int(run["limits"].get(name, amount * attempt))))
 
-    def need(self, rule: str, name: str) -> int | Callable[..., int]:
-        """A resource as Snakemake takes it: on a cluster a function of the attempt for one that grows."""
-        if name not in GROWING or not self.cluster:
-            return self.resource(rule, name)
+    def needs(self, rule: str) -> dict[str, Any]:
+        """A rule's resources as Snakemake takes them: on a cluster functions of the attempt where they grow with it.
 
-        def amount(wildcards: Any, attempt: int) -> int:
-            return self.resource(rule, name, attempt)
+        Only rules that work with a model have `gpu`, and only on a cluster there is `slurm_extra`: each resource costs time
+        in a dry run of ten thousand jobs.
+        """
+        amounts: dict[str, Any] = {name: self.resource(rule, name) for name in ("mem_mb", "runtime", "disk_mb")}
+        if rule in KIND_OF_WORK:
+            amounts["gpu"] = self.resource(rule, "gpus")
+        if self.cluster:
+            amounts |= {name: self._growing(rule, name) for name in GROWING}
+            if rule in KIND_OF_WORK:
+                amounts["slurm_extra"] = lambda wildcards, attempt: slurm.extra_options(
+                    rule, self.resource(rule, "runtime", attempt)
+                )
+        return amounts
 
-        return amount
+    def _growing(self, rule: str, name: str) -> Callable[..., int]:
+        return lambda wildcards, attempt: self.resource(rule, name, attempt)
 
     def on_submit_host(self, rule: str) -> bool:
         """Whether the jobs of a light rule run beside Snakemake instead of going to a cluster."""

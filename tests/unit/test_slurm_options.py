@@ -29,8 +29,15 @@ def a_plan(monkeypatch, tmp_path, run: dict) -> plan.Plan:
     ],
 )
 def test_memory_and_time_grow_with_the_attempt_up_to_the_limit(monkeypatch, tmp_path, run, name, amounts):
-    need = a_plan(monkeypatch, tmp_path, run).need("completions", name)
+    need = a_plan(monkeypatch, tmp_path, run).needs("completions")[name]
     assert [need({}, attempt) for attempt in (1, 2, 3)] == amounts
+
+
+def test_only_rules_with_a_model_ask_for_gpus_and_are_submitted_with_more_options(monkeypatch, tmp_path):
+    a = a_plan(monkeypatch, tmp_path, {"hidden_states": {"gpus": 2}})
+    assert a.needs("hidden_states")["gpu"] == 2
+    assert a.needs("hidden_states")["slurm_extra"]({}, 1) == ""
+    assert not {"gpu", "slurm_extra"} & a.needs("tokens").keys()
 
 
 def test_a_job_without_its_run_file_refuses(monkeypatch, tmp_path):
