@@ -146,7 +146,7 @@ class Plan:
         self._values: dict[tuple[str, str | None], dict[str, Any]] = {}
         self._written: dict[str, str] = {} if main else planned()["settings"]
         self._nodes: dict[str, Node] = {}
-        self._jobs: dict[tuple[Any, ...], Node] = {}
+        self._hashes: dict[tuple[str, str | None], str] = {}
         self._first: dict[int, str] = {}
         self.root = self._settings_root() if main else Path(ROOT)
         if main:
@@ -191,6 +191,12 @@ class Plan:
                 known["sources"] = found
             self._values[rule, entry] = known
         return known
+
+    def _hash(self, rule: str, entry: str | None) -> str:
+        """Name of a rule's settings file."""
+        if (rule, entry) not in self._hashes:
+            self._hashes[rule, entry] = settings_hash(self.values(rule, entry))
+        return self._hashes[rule, entry]
 
     def _derive(self, rule: str, part: dict[str, Any], entry: str | None) -> None:
         """Keys that follow from others, and keys that do not change this rule's result taken out."""
@@ -285,11 +291,8 @@ class Plan:
     def node(self, path: str) -> Node:
         """The job that makes an artifact, from Snakemake's rules. Files of one job share it."""
         if path not in self._nodes:
-            maker, wildcards = self._maker(path)
-            job = (maker.rule.name, maker.temporary, *wildcards.values())
-            if job not in self._jobs:
-                self._jobs[job] = self._describe(maker, wildcards)
-            self._nodes[path] = self._jobs[job]
+            node = self._describe(*self._maker(path))
+            self._nodes |= dict.fromkeys((path,) if node.temporary else node.kept, node)
         return self._nodes[path]
 
     def _maker(self, path: str) -> tuple["Maker", Wildcards]:
@@ -316,13 +319,14 @@ class Plan:
         outputs = maker.rule.output
         functions = [item for item in maker.rule.input if hasattr(item, "kind")]
         (name, per) = next(item.of for item in functions if item.kind == "settings")
+        # One string for each path, however many nodes name it: with fifty thousand jobs copies take their share of memory.
         return Node(
             rule=name,
-            first=_plain(outputs[0]).format(**wildcards),
-            settings=settings_hash(self.values(name, wildcards[per] if per else None)),
-            inputs=tuple(p for item in functions if item.kind == "artifact" for p in item.paths(wildcards)),
+            first=sys.intern(_plain(outputs[0]).format(**wildcards)),
+            settings=self._hash(name, wildcards[per] if per else None),
+            inputs=tuple(sys.intern(p) for item in functions if item.kind == "artifact" for p in item.paths(wildcards)),
             temporary=maker.temporary,
-            kept=tuple(_plain(o).format(**wildcards) for o in outputs if not is_flagged(o, "temp")),
+            kept=tuple(sys.intern(_plain(o).format(**wildcards)) for o in outputs if not is_flagged(o, "temp")),
         )
 
     # How to run -------------------------------------------------------------------------------------------------------
@@ -456,11 +460,11 @@ class Plan:
         node, record = self.node(path), self.staleness.record(path)
         if record.get("settings") in (None, node.settings):
             return None
-        name = next((n for n in Path(ROOT).glob(f"*/{record['settings']}.json")), None)
-        if name is None:
+        file = next((n for n in Path(ROOT).glob(f"*/{record['settings']}.json")), None)
+        if file is None:
             return "other settings"
-        old = json.loads(name.read_text(encoding="utf-8"))
-        (rule, entry) = next(key for key, values in self._values.items() if settings_hash(values) == node.settings)
+        old = json.loads(file.read_text(encoding="utf-8"))
+        (rule, entry) = next(key for key, name in self._hashes.items() if name == node.settings)
         return "; ".join(_differences(old, self._values[rule, entry])) or "other settings"
 
 

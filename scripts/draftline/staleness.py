@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from draftline import provenance
 from draftline.errors import DraftlineError
 
+NO_RECORD: provenance.Record = {}
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """The job behind an artifact: its rule, first output, settings hash, the artifacts it reads, and the outputs it keeps."""
 
@@ -54,7 +56,7 @@ class Staleness:
     def record(self, path: str) -> provenance.Record:
         """The record that `path` carries; empty when there is no such file, or when it is torn or not ours."""
         if path not in self._records:
-            self._records[path] = {}
+            self._records[path] = NO_RECORD
             if os.path.exists(path):
                 with contextlib.suppress(DraftlineError):
                     self._records[path] = provenance.read(path)
