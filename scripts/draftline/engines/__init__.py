@@ -47,12 +47,13 @@ class Request:
 class Result:
     """Newly sampled ids, the stop token included. `finish_reason`: ``stop``, ``length``, or ``error`` with its text.
 
-    An error is one that may pass (a server that is gone or busy); one that cannot pass is raised as DraftlineError.
+    `retokenized` ids are not those that were sampled: they were made from the text that a server returned. An error is one that may pass (a server that is gone or busy); one that cannot pass is raised as DraftlineError.
     """
 
     ids: list[int]
     finish_reason: str
     error: str | None = None
+    retokenized: bool = False
 
 
 class Engine(Protocol):

@@ -1,0 +1,480 @@
+"""Engine over HTTP: many requests in flight to any number of endpoints, from one event loop in a thread of its own.
+
+    with HttpEngine(endpoints, checks) as engine:
+        for request, result in engine.generate(requests, sampling): ...
+
+The longest requests go first, because one that starts last keeps everybody waiting. An endpoint takes requests while both
+their number and their tokens (prompt, sampled earlier, still to come) are within its limits, and the next one goes to
+the endpoint that will be through with it first, judged by the tokens a second that it sampled lately. An endpoint that is out
+of reach, answers 5xx again and again, or stands still is left out and tried again later; what it had is asked elsewhere.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import httpx
+import orjson
+
+from draftline.engines import Request, Result, Sampling
+from draftline.engines.answers import ABORTED, Checks, RefusedError
+from draftline.engines.protocols import Api
+from draftline.errors import DraftlineError
+from draftline.progress import say
+
+TRIES = 3
+"""Times that a request is sent before the engine gives it back as an error."""
+FAILURES = 3
+"""Failures in a row, without an answer between them, after which an endpoint is left out."""
+LONGEST_PAUSE = 60.0
+"""Seconds; the wait before an endpoint is tried again begins at one and doubles up to this."""
+SILENT_SECONDS = 30.0
+"""An endpoint with requests that has answered nothing for so long is asked for its health, now and then again."""
+HEALTH_SECONDS = 60.0
+"""Time that it has to tell it."""
+LEAST_RATE = 8.0
+"""Tokens a second below which a single answer is taken for lost: a 32k-token answer at 30 tokens/s takes 18 minutes."""
+RECENT_SECONDS = 60.0
+"""Time over which an endpoint's tokens a second are measured."""
+LOOK_SECONDS = 0.2
+"""Time between two looks at who is up."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+Yield = Callable[[tuple[Request, Result]], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an endpoint may have in flight, and how long it may be silent.
+
+    `requests` and `tokens` are bounds for each endpoint; a single request over `tokens` goes alone. An endpoint that answers
+    nothing for `stall_seconds`, beside the time that its longest answer takes at `LEAST_RATE`, stands still. With no endpoint
+    up for `down_seconds`, requests end as errors.
+    """
+
+    requests: int = 256
+    tokens: int = 2_000_000
+    stall_seconds: float = 600.0
+    down_seconds: float = 120.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server's address (without the protocol's path), the protocol that it speaks, and the key for it.
+
+    `max_length` is the longest prompt and answer together that it takes, where it says so.
+    """
+
+    url: str
+    api: Api
+    key: str | None = field(default=None, repr=False)
+    max_length: int | None = None
+
+
+class BusyError(Exception):
+    """Status 429: the server has enough to do. `seconds` to wait."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("busy")
+        self.seconds = seconds
+
+
+class FailedError(Exception):
+    """A failure that may pass; `gone` when no server is there at all."""
+
+    def __init__(self, text: str, gone: bool = False) -> None:
+        super().__init__(text)
+        self.gone = gone
+
+
+def open_client(url: str, key: str | None) -> httpx.AsyncClient:
+    """A client for one server, without limits of its own on connections. Loopback is never reached through a proxy."""
+    return httpx.AsyncClient(
+        base_url=url,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        # Idle connections go before the server ends them (uvicorn: after 5 s), so that none is used while it does.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+        timeout=httpx.Timeout(None, connect=10.0, write=60.0),
+        trust_env=urlsplit(url).hostname not in LOOPBACK,
+    )
+
+
+async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], key: str | None) -> Any:
+    """The JSON reply to a posted body.
+
+    Raises BusyError, FailedError, and DraftlineError with the server's words for what no other try will change.
+    """
+    where = f"{client.base_url}".rstrip("/")
+    try:
+        reply = await client.post(path, content=orjson.dumps(body), headers={"Content-Type": "application/json"})
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise FailedError(f"{where}: {error or 'no connection'}", gone=True) from None
+    except httpx.TransportError as error:
+        raise FailedError(f"{where}: {type(error).__name__} {error}".rstrip()) from None
+    if reply.status_code == 429:
+        raise BusyError(_seconds(reply.headers.get("Retry-After")))
+    words = f"{where}{path}: {reply.status_code} {_words(reply.text, key)}"
+    if reply.status_code >= 500 or reply.status_code == 408:
+        raise FailedError(words)
+    if reply.status_code != 200:
+        raise DraftlineError(words)
+    try:
+        return orjson.loads(reply.content)
+    except ValueError:
+        raise FailedError(f"{where}{path}: a reply that is no JSON ({reply.text[:40]!r})") from None
+
+
+def _words(text: str, key: str | None) -> str:
+    """The beginning of what a server said, in one line, without the key."""
+    line = " ".join(text.split())
+    return (line.replace(key, "***") if key else line)[:300]
+
+
+def _seconds(retry_after: str | None) -> float:
+    try:
+        return min(max(float(retry_after or 1), 0.1), LONGEST_PAUSE)
+    except ValueError:  # A date.
+        return 1.0
+
+
+class Server:
+    """An endpoint as it does: what it has in flight, how fast it is, whether it is up."""
+
+    def __init__(self, endpoint: Endpoint, limits: Limits) -> None:
+        self.endpoint, self.limits = endpoint, limits
+        self.client = open_client(endpoint.url, endpoint.key)
+        self.flying: dict[asyncio.Task[None], Request] = {}
+        self.tokens = 0
+        self.answers = 0
+        self.up = True
+        self.failures = 0
+        self.pause = 1.0
+        self.not_before = 0.0
+        self.busy_since: float | None = None
+        self.moved = time.monotonic()
+        self._recent: deque[tuple[float, int]] = deque()
+        self._recent_tokens = 0
+        self._recent_since = self.moved
+
+    def has_room(self, cost: int) -> bool:
+        """Whether a request of `cost` tokens may go there now."""
+        if not self.up or time.monotonic() < self.not_before:
+            return False
+        if not self.flying:
+            return True
+        return len(self.flying) < self.limits.requests and self.tokens + cost <= self.limits.tokens
+
+    def rate(self) -> float:
+        """Tokens a second sampled lately; 0 while unknown."""
+        now = time.monotonic()
+        while self._recent and self._recent[0][0] < now - RECENT_SECONDS:
+            self._recent_since, sampled = self._recent.popleft()
+            self._recent_tokens -= sampled
+        return self._recent_tokens / max(now - self._recent_since, 1e-3)
+
+    def took(self, task: "asyncio.Task[None]", request: Request) -> None:
+        """A request went there."""
+        if not self.flying:
+            self.moved = time.monotonic()
+            if not self._recent:
+                self._recent_since = self.moved
+        self.flying[task] = request
+        self.tokens += cost_of(request)
+
+    def left(self, task: "asyncio.Task[None]") -> None:
+        """A request is there no longer."""
+        self.tokens -= cost_of(self.flying.pop(task))
+
+    def answered(self, sampled: int) -> None:
+        """An answer of `sampled` tokens came."""
+        self.moved = time.monotonic()
+        self._recent.append((self.moved, sampled))
+        self._recent_tokens += sampled
+        self.answers += 1
+        self.failures, self.pause, self.busy_since = 0, 1.0, None
+
+    def stalled(self) -> bool:
+        """Whether nothing came for longer than the longest answer in flight may take."""
+        if not self.flying or self.silent_for() <= self.limits.stall_seconds:
+            return False
+        longest = max(request.max_new_tokens for request in self.flying.values())
+        return self.silent_for() > self.limits.stall_seconds + longest / LEAST_RATE
+
+    def silent_for(self) -> float:
+        """Seconds since the last sign of work."""
+        return time.monotonic() - self.moved
+
+    def failed(self, reason: str, gone: bool) -> None:
+        """A request, or the look at its health, failed."""
+        self.failures += 1
+        if self.up and (gone or self.failures >= FAILURES):
+            self.up = False
+            say(f"engine: {self.endpoint.url} is left out: {reason}")
+        if not self.up:
+            self.not_before = time.monotonic() + self.pause
+            self.pause = min(self.pause * 2, LONGEST_PAUSE)
+
+    def busy(self, seconds: float) -> bool:
+        """The server has enough to do for now. False when that has been all it said for too long."""
+        now = time.monotonic()
+        self.not_before = now + seconds
+        if self.busy_since is None:
+            self.busy_since = now
+            say(f"engine: {self.endpoint.url} is busy (429); it is asked again in {seconds:g} s")
+        return now - self.busy_since < self.limits.stall_seconds
+
+    def returned(self) -> None:
+        """It is healthy again. One more failure is enough to leave it out."""
+        self.up, self.failures, self.not_before = True, FAILURES - 1, 0.0
+        say(f"engine: {self.endpoint.url} is back")
+
+    async def healthy(self) -> None:
+        """Return if the server says that it serves; raise FailedError otherwise. A server without such a path is taken at its word."""
+        try:
+            reply = await self.client.get(self.endpoint.api.health, timeout=HEALTH_SECONDS)
+        except httpx.TransportError as error:
+            raise FailedError(f"{type(error).__name__} {error}".rstrip(), gone=True) from None
+        if reply.status_code >= 500:
+            raise FailedError(f"{self.endpoint.api.health} says {reply.status_code}", gone=True)
+
+
+def cost_of(request: Request) -> int:
+    """Tokens that a request may come to hold on its server."""
+    return len(request.prompt_ids) + len(request.sampled_ids) + request.max_new_tokens
+
+
+class HttpEngine:
+    """Engine over HTTP endpoints (the module says how). `checks` judges their answers.
+
+    `watch` is called now and then (at most every `LOOK_SECONDS`) while requests are in flight, in the event loop's thread; the DraftlineError that it
+    may raise ends `generate`.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        checks: Checks,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        watch: Callable[[], None] | None = None,
+    ) -> None:
+        self.endpoints, self.checks, self.limits, self.watch = list(endpoints), checks, limits, watch
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http-engine", daemon=True)
+        self._thread.start()
+        self.servers = [Server(endpoint, self.limits) for endpoint in self.endpoints]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._wait(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        if self.checks.counts:
+            say(f"engine: {self.checks.answered} answers: {self.checks.summary()}")
+
+    async def _close(self) -> None:
+        for server in self.servers:
+            await server.client.aclose()
+
+    def _wait(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[Request, Result]]:
+        """Each request with its result, as they come. Raises DraftlineError for what no other try will change."""
+        self.checks.asked += len(requests)
+        self._check_lengths(requests)
+        results: queue.SimpleQueue[tuple[Request, Result] | None] = queue.SimpleQueue()
+        flight = Flight(self.servers, self.checks, sampling, results.put, self.watch)
+        running = asyncio.run_coroutine_threadsafe(flight.run(requests), self._loop)
+        running.add_done_callback(lambda _: results.put(None))
+        try:
+            while (found := results.get()) is not None:
+                yield found
+            running.result()
+        finally:
+            running.cancel()
+            self._wait(flight.land())
+
+    def _check_lengths(self, requests: Sequence[Request]) -> None:
+        longest = max(map(cost_of, requests), default=0)
+        for endpoint in self.endpoints:
+            if endpoint.max_length is not None and longest > endpoint.max_length:
+                raise DraftlineError(
+                    f"{endpoint.url}: serves {endpoint.max_length} tokens at most, but prompt and answer may have {longest};"
+                    " start it with a longer context or lower max_new_tokens"
+                )
+
+
+class Flight:
+    """The requests of one call of `generate`."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        checks: Checks,
+        sampling: Sampling,
+        give: Yield,
+        watch: Callable[[], None] | None,
+    ) -> None:
+        self.servers, self.checks, self.sampling, self.give, self.watch = servers, checks, sampling, give, watch
+        self.waiting: deque[Request] = deque()
+        self.tries: Counter[str] = Counter()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.looks: dict[Server, asyncio.Task[None]] = {}
+        self.changed = asyncio.Event()
+        self.failure: BaseException | None = None
+        self.reason = "no endpoint is up"
+        self.limits = servers[0].limits
+        self.last_up = self.looked = time.monotonic()
+
+    async def run(self, requests: Sequence[Request]) -> None:
+        """Ask all of `requests`, the longest first."""
+        self.waiting.extend(sorted(requests, key=lambda request: (-cost_of(request), request.id)))
+        while self.waiting or self.tasks:
+            self._dispatch()
+            self.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), timeout=self._nap())
+            if self.failure is not None:
+                raise self.failure
+            self._look_around()
+
+    async def land(self) -> None:
+        """End what is still in flight."""
+        tasks = [*self.tasks, *self.looks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _nap(self) -> float:
+        """Seconds until something may be due that no answer announces."""
+        now = time.monotonic()
+        return min([1.0, *(max(server.not_before - now, 0.01) for server in self.servers if server.not_before > now)])
+
+    def _dispatch(self) -> None:
+        while self.waiting:
+            cost = cost_of(self.waiting[0])
+            free = [server for server in self.servers if server.has_room(cost)]
+            if not free:
+                return
+            self._send(min(free, key=lambda server: self._through_after(server, cost)), self.waiting.popleft())
+
+    def _through_after(self, server: Server, cost: int) -> tuple[float, int]:
+        """When a server would be through with one more request; one not yet measured counts as the fastest."""
+        rates = {known: known.rate() for known in self.servers}
+        rate = rates[server] or max(rates.values()) or 1.0
+        return (server.tokens + cost) / rate, len(server.flying)
+
+    def _send(self, server: Server, request: Request) -> None:
+        task = asyncio.get_running_loop().create_task(self._ask(server, request))
+        server.took(task, request)
+        self.tasks.add(task)
+        task.add_done_callback(lambda task: self._ended(server, task))
+
+    def _ended(self, server: Server, task: "asyncio.Task[None]") -> None:
+        self.tasks.discard(task)
+        request = server.flying[task]
+        server.left(task)
+        if task.cancelled():
+            self._again(request, self.reason)
+        elif task.exception() is not None:
+            self.failure = self.failure or task.exception()
+        self.changed.set()
+
+    async def _ask(self, server: Server, request: Request) -> None:
+        endpoint = server.endpoint
+        try:
+            reply = await post(server.client, endpoint.api.path, endpoint.api.body(request, self.sampling), endpoint.key)
+            try:
+                answer = endpoint.api.answer(request, reply)
+            except (KeyError, TypeError, IndexError, ValueError) as error:
+                raise FailedError(
+                    f"{endpoint.url}{endpoint.api.path}: not a reply of this protocol ({type(error).__name__}: {error})"
+                ) from None
+        except BusyError as busy:
+            if server.busy(busy.seconds):
+                self.waiting.appendleft(request)
+            else:
+                self._again(request, f"{endpoint.url}: busy (429) for {self.limits.stall_seconds:g} s")
+            return
+        except FailedError as failed:
+            server.failed(str(failed), failed.gone)
+            self._again(request, str(failed))
+            return
+        server.answered(len(answer.ids))
+        try:
+            self.give((request, self.checks.result(request, answer, endpoint.url)))
+        except RefusedError as refused:
+            if refused.kind == ABORTED:
+                self._again(request, f"{endpoint.url}: {refused}")
+            else:
+                self.give((request, Result([], "error", f"{endpoint.url}: {refused}")))
+
+    def _again(self, request: Request, reason: str) -> None:
+        """A try of a request came to nothing."""
+        self.reason = reason
+        self.tries[request.id] += 1
+        if self.tries[request.id] < TRIES:
+            self.waiting.appendleft(request)
+        else:
+            self.give((request, Result([], "error", reason)))
+
+    # Who is up -------------------------------------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        """Health of silent and of left-out endpoints; the end of all requests when none is up for long."""
+        now = time.monotonic()
+        if now - self.looked < LOOK_SECONDS:
+            return
+        self.looked = now
+        if self.watch is not None:
+            self.watch()
+        for server in self.servers:
+            if server.stalled():
+                self._drop(server, f"no answer for {server.silent_for():.0f} s")
+            elif server not in self.looks and self._is_due(server, now):
+                look = asyncio.get_running_loop().create_task(self._look(server))
+                self.looks[server] = look
+                look.add_done_callback(lambda _, server=server: self.looks.pop(server))  # type: ignore[misc]
+        if any(server.up for server in self.servers):
+            self.last_up = now
+        elif now - self.last_up > self.limits.down_seconds:
+            while self.waiting:
+                self.give((self.waiting.popleft(), Result([], "error", self.reason)))
+
+    @staticmethod
+    def _is_due(server: Server, now: float) -> bool:
+        if not server.up:
+            return now >= server.not_before
+        return bool(server.flying) and server.silent_for() > SILENT_SECONDS
+
+    async def _look(self, server: Server) -> None:
+        try:
+            await server.healthy()
+        except FailedError as failed:
+            if server.up:
+                self._drop(server, str(failed))
+            else:
+                server.failed(str(failed), gone=True)
+        else:
+            if not server.up:
+                server.returned()
+                self.changed.set()
+            else:
+                await asyncio.sleep(SILENT_SECONDS)
+
+    def _drop(self, server: Server, reason: str) -> None:
+        """Leave an endpoint out, and ask what it had elsewhere."""
+        self.reason = f"{server.endpoint.url}: {reason}"
+        server.failed(reason, gone=True)
+        for task in list(server.flying):
+            task.cancel()
