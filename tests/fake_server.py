@@ -21,6 +21,8 @@ PORT, KEY, FOLDER, WORDS = (
     sys.argv[4:],
 )
 
+LOCK = threading.Lock()
+
 
 def note(name: str) -> None:
     path = FOLDER / f"{name}.pid"
@@ -37,16 +39,23 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        Handler.asked += 1
+        with LOCK:
+            Handler.asked += 1
+            number = Handler.asked
         if self.headers["Authorization"] != f"Bearer {KEY}":
             return self.reply(401, {"error": "Unauthorized"})
-        if "refuses" in WORDS and Handler.asked <= 3:
+        if "refuses for ever" in WORDS or ("refuses" in WORDS and number <= 3):
             return self.reply(503, {"error": "warming up"})
-        while "holds" in WORDS and Handler.asked > 2 and not (FOLDER / "go").exists():
+        if "mortal" in WORDS and number > 1:
+            print("RuntimeError: CUDA error: an illegal memory access", flush=True)
+            os._exit(7)
+        while "holds" in WORDS and number > 4 and not (FOLDER / "go").exists():
             time.sleep(0.02)
         wanted = question["sampling_params"]["max_new_tokens"]
         ids = [10 + (sum(question["input_ids"]) + n) % 50 for n in range(wanted)]
         finish = {"type": "length", "length": wanted}
+        with open(FOLDER / "answered.jsonl", "a") as file:
+            file.write(f"{question['input_ids']}\n")
         return self.reply(200, {"output_ids": ids, "meta_info": {"finish_reason": finish}})
 
     def reply(self, status: int, content: object) -> None:

@@ -77,7 +77,7 @@ def make_completions(
     facts = {
         "sampling": config["sampling"],
         "engine": config["engine"],
-        "engine_version": engine_version(config["engine"]),
+        "engine_version": engine_version(config["engine"], run),
         "counts": count(table),
     }
     provenance.write_parquet(output, table, record, facts)

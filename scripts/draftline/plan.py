@@ -21,6 +21,7 @@ import yaml
 
 from draftline import gpus, maintenance, sources
 from draftline.config import check, check_schema
+from draftline.engines import sglang_flags
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
 from draftline.packages import OFFLINE
@@ -211,7 +212,7 @@ class Plan:
                      "max_position_embeddings", "sliding_window", "layer_types", "seed")  # fmt: skip
             part["drafter"] = {key: drafters[name][key] for key in shape}
         if rule == "report":
-            part.update({key: value for key, value in config.items() if key not in ("run", "maintenance")})
+            part.update({key: value for key, value in config.items() if key not in ("run", "maintenance", "engine")})
 
     def _sources(self, rule: str, entry: str | None) -> dict[str, str]:
         cache = sources.DIGESTS
@@ -335,6 +336,8 @@ class Plan:
             options |= {"gpus": self.resource(rule, "gpus"), "preflight": self.config["run"]["preflight"]}
         if kind and "batch" in self.config["run"][kind]:
             options["batch"] = self.config["run"][kind]["batch"]
+        if kind == "completions":
+            options["engine"] = self.config["engine"]
         return options
 
     def resource(self, rule: str, name: str, attempt: int = 1) -> int:
@@ -346,6 +349,8 @@ class Plan:
         kind, run = KIND_OF_WORK.get(rule, "light"), self.config["run"]
         if name == "gpus" and run["device"] == "cpu":
             return 0
+        if name == "gpus" and kind == "completions" and self.config["completions"]["engine"] == "sglang":
+            return sglang_flags.gpus(self.config["engine"])
         amount = int(run[kind].get(name, RESOURCES[kind][name]))
         return max(amount, min(amount * attempt, int(run["limits"].get(name, amount * attempt))))
 

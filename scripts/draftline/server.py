@@ -94,17 +94,18 @@ class Server:
 
     # Start ------------------------------------------------------------------------------------------------------------
 
-    def start(self, answers: Callable[[], bool]) -> None:
-        """Start the program and wait until `answers`, a real question to the server, is true. It may take long and may fail.
+    def start(self, ask: Callable[[], str | None]) -> None:
+        """Start the program and wait until it answers.
 
-        Raises DraftlineError with the last lines of the log when the server ends or stalls before.
+        `ask` puts a real question to the server and gives None when that was answered, else why not, in words; it may take long.
+        Raises DraftlineError with the last lines of the log when the server ends, stalls, or refuses the question for long.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.touch()
         try:
             for _ in range(PORTS):
                 self._launch()
-                self._await(answers)
+                self._await(ask)
                 if not self.failure:
                     return
                 if not ADDRESS_IN_USE.search(self._words()):
@@ -144,21 +145,26 @@ class Server:
         self._watch = threading.Thread(target=self._keep_watch, daemon=True)
         self._watch.start()
 
-    def _await(self, answers: Callable[[], bool]) -> None:
+    def _await(self, ask: Callable[[], str | None]) -> None:
         """Until the server answers or is gone. A question is asked in a thread: a hanging one must not hide a stall."""
         question: threading.Thread | None = None
-        answered = threading.Event()
-
-        def ask() -> None:
-            if answers():
-                answered.set()
-
+        replies: list[str | None] = []
+        since = float("inf")
         while not self._failed.wait(POLL_SECONDS):
-            if answered.is_set():
+            if question and question.is_alive():
+                continue
+            if None in replies:
                 self._owing = False
                 return
-            if not (question and question.is_alive()) and self._listens():
-                question = threading.Thread(target=ask, daemon=True)
+            # Each refusal is a line in the log, so the watch takes it for a sign of life.
+            if replies and time.monotonic() - since > self.stall_seconds:
+                lines = self._last_lines(errors=True)
+                raise DraftlineError(
+                    f"{self.program.name}: does not answer: {replies[-1]}; its log is {self.log}{lines}"
+                )
+            if self._listens():
+                since = min(since, time.monotonic())
+                question = threading.Thread(target=lambda: replies.append(ask()), daemon=True)
                 question.start()
 
     def _listens(self) -> bool:
@@ -203,9 +209,9 @@ class Server:
                 )
         memory = ", ".join(f"{name}: {used >> 20} MiB in use" for name, used in self._memory().items())
         stop(guard)
-        lines = "".join(f"\n  {line}" for line in last_lines(self._words(), errors=not stalled))
         facts = f"; {memory}" if memory else ""
-        self._failure = f"{self.program.name}: {reason}{facts}; its log is {self.log}{lines or ', and empty'}"
+        lines = self._last_lines(errors=not stalled)
+        self._failure = f"{self.program.name}: {reason}{facts}; its log is {self.log}{lines}"
         self._failed.set()
 
     def _members(self) -> list[psutil.Process]:
@@ -220,6 +226,12 @@ class Server:
         with open(self.log, "rb") as file:
             file.seek(self._offset)
             return file.read().decode(errors="replace")
+
+    def _last_lines(self, errors: bool) -> str:
+        """The last lines of the log, to stand below a message; with `errors` those that name one, where there are such."""
+        lines = [plain(line.strip())[:300] for line in self._words().splitlines()[-400:] if line.strip()]
+        chosen = (errors and [line for line in lines if ERROR.search(line)][-LINES:]) or lines[-LINES:]
+        return "".join(f"\n  {line}" for line in chosen)
 
     # End --------------------------------------------------------------------------------------------------------------
 
@@ -287,12 +299,6 @@ def private_file(content: str) -> Path:
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(content)
     return Path(name)
-
-
-def last_lines(text: str, errors: bool) -> list[str]:
-    """The last lines of a log; with `errors` those that name one, where there are such."""
-    lines = [plain(line.strip())[:300] for line in text.splitlines()[-400:] if line.strip()]
-    return (errors and [line for line in lines if ERROR.search(line)][-LINES:]) or lines[-LINES:]
 
 
 def status_in_words(status: int) -> str:

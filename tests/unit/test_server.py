@@ -51,14 +51,14 @@ def program(folder: Path, *words: str) -> Program:
     return Program("fake", command, lambda key: json.dumps({"api-key": key}), caches=[folder / "cache"])
 
 
-def asks(made: Server, wait: float = 60) -> bool:
-    """Whether the server answers a question."""
+def asks(made: Server) -> str | None:
+    """Why the server does not answer a question; None if it does."""
     try:
         headers = {"Authorization": f"Bearer {made.key}"}
-        reply = httpx.post(f"{made.url}/generate", json=QUESTION, headers=headers, timeout=wait)
-        return reply.status_code == 200 and len(reply.json()["output_ids"]) == 2
-    except httpx.HTTPError:
-        return False
+        reply = httpx.post(f"{made.url}/generate", json=QUESTION, headers=headers, timeout=60)
+        return None if reply.status_code == 200 and len(reply.json()["output_ids"]) == 2 else reply.text
+    except httpx.HTTPError as error:
+        return str(error)
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
@@ -133,6 +133,13 @@ def test_ready_is_a_server_that_answered_not_one_with_an_open_port(make, tmp_pat
     assert not lives(pid(tmp_path))
 
 
+def test_a_server_that_refuses_the_question_again_and_again_is_not_waited_for_for_ever(make, tmp_path):
+    made = make("refuses for ever", stall=1)
+    with pytest.raises(DraftlineError, match=r'does not answer: {"error": "warming up"}; its log is '):
+        made.start(lambda: asks(made))
+    assert not lives(pid(tmp_path))
+
+
 def test_the_key_is_in_neither_the_log_nor_a_command_line(make):
     made = make()
     made.start(lambda: asks(made))
@@ -183,7 +190,7 @@ def test_a_server_that_ends_while_it_starts_is_an_error_with_its_last_words_and_
 def test_a_program_that_is_not_there_is_named(tmp_path):
     made = Server(Program("fake", lambda port, file: ["/no/python"], str), tmp_path / "server.log", 60, gpus=False)
     with pytest.raises(DraftlineError, match="/no/python: No such file or directory"):
-        made.start(lambda: True)
+        made.start(lambda: None)
 
 
 def test_a_server_that_hangs_while_it_starts_is_ended_with_its_last_lines(make, tmp_path):

@@ -74,10 +74,18 @@ def open_engine(kind: str, manifest: "Manifest", run: Mapping[str, Any]) -> Engi
         from draftline.engines.transformers_engine import TransformersEngine
 
         return TransformersEngine(manifest, run["device"], run.get("batch", 64))
+    if kind == "sglang":
+        from draftline.engines.sglang import SGLangEngine
+
+        return SGLangEngine(manifest, run)
     raise DraftlineError(f"config: completions.engine: {kind}: no such engine; known: transformers, dataset")
 
 
-def engine_version(kind: str) -> str:
-    """What an artifact says about the software that answered; known without starting it."""
+def engine_version(kind: str, run: Mapping[str, Any]) -> str:
+    """What an artifact says about the software that answered; known without starting it. `run` as for `open_engine`."""
+    if kind == "sglang":
+        from draftline.engines import sglang
+
+        return sglang.version(run["engine"])
     packages = {"transformers": ("transformers", "torch"), "dataset": ("tokenizers",)}[kind]
     return ", ".join(f"{package} {version(package)}" for package in packages)
