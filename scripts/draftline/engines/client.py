@@ -11,7 +11,9 @@ of reach, answers 5xx again and again, or stands still is left out and tried aga
 
 import asyncio
 import contextlib
+import functools
 import queue
+import ssl
 import threading
 import time
 from collections import Counter, deque
@@ -94,13 +96,19 @@ class FailedError(Exception):
         self.gone = gone
 
 
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    return httpx.create_ssl_context()
+
+
 def open_client(url: str, key: str | None) -> httpx.AsyncClient:
-    """A client for one server, without limits of its own on connections. Loopback is never reached through a proxy."""
+    """A client for one server. Loopback is never reached through a proxy."""
     return httpx.AsyncClient(
         base_url=url,
         headers={"Authorization": f"Bearer {key}"} if key else {},
-        # Idle connections go before the server ends them (uvicorn: after 5 s), so that none is used while it does.
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+        # An idle connection goes before the server ends it (uvicorn: after 5 s), so that none is used while it does.
+        limits=httpx.Limits(keepalive_expiry=2.0),
+        verify=_certificates(),
         timeout=httpx.Timeout(None, connect=10.0, write=60.0),
         trust_env=urlsplit(url).hostname not in LOOPBACK,
     )
@@ -149,7 +157,7 @@ class Server:
 
     def __init__(self, endpoint: Endpoint, limits: Limits) -> None:
         self.endpoint, self.limits = endpoint, limits
-        self.client = open_client(endpoint.url, endpoint.key)
+        self.idle = [open_client(endpoint.url, endpoint.key)]
         self.flying: dict[asyncio.Task[None], Request] = {}
         self.tokens = 0
         self.answers = 0
@@ -162,6 +170,24 @@ class Server:
         self._recent: deque[tuple[float, int]] = deque()
         self._recent_tokens = 0
         self._recent_since = self.moved
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[httpx.AsyncClient]:
+        """A client with one connection, for one request.
+
+        httpx goes through all connections of a client for each request: with some hundred of them that takes longer than the
+        answers do.
+        """
+        client = self.idle.pop() if self.idle else open_client(self.endpoint.url, self.endpoint.key)
+        try:
+            yield client
+        finally:
+            self.idle.append(client)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in self.idle:
+            await client.aclose()
 
     def has_room(self, cost: int) -> bool:
         """Whether a request of `cost` tokens may go there now."""
@@ -238,7 +264,8 @@ class Server:
     async def healthy(self) -> None:
         """Return if the server says that it serves; raise FailedError otherwise. A server without such a path is taken at its word."""
         try:
-            reply = await self.client.get(self.endpoint.api.health, timeout=HEALTH_SECONDS)
+            with self.client() as client:
+                reply = await client.get(self.endpoint.api.health, timeout=HEALTH_SECONDS)
         except httpx.TransportError as error:
             raise FailedError(f"{type(error).__name__} {error}".rstrip(), gone=True) from None
         if reply.status_code >= 500:
@@ -261,7 +288,7 @@ class HttpEngine:
         self,
         endpoints: Sequence[Endpoint],
         checks: Checks,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: Limits = Limits(),
         watch: Callable[[], None] | None = None,
     ) -> None:
         self.endpoints, self.checks, self.limits, self.watch = list(endpoints), checks, limits, watch
@@ -283,7 +310,7 @@ class HttpEngine:
 
     async def _close(self) -> None:
         for server in self.servers:
-            await server.client.aclose()
+            await server.close()
 
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -393,7 +420,9 @@ class Flight:
     async def _ask(self, server: Server, request: Request) -> None:
         endpoint = server.endpoint
         try:
-            reply = await post(server.client, endpoint.api.path, endpoint.api.body(request, self.sampling), endpoint.key)
+            with server.client() as client:
+                body = endpoint.api.body(request, self.sampling)
+                reply = await post(client, endpoint.api.path, body, endpoint.key)
             try:
                 answer = endpoint.api.answer(request, reply)
             except (KeyError, TypeError, IndexError, ValueError) as error:
