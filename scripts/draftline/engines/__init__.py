@@ -47,17 +47,21 @@ class Request:
 class Result:
     """Newly sampled ids, the stop token included. `finish_reason`: ``stop``, ``length``, or ``error`` with its text.
 
-    `retokenized` ids are not those that were sampled: they were made from the text that a server returned. An error is one that may pass (a server that is gone or busy); one that cannot pass is raised as DraftlineError.
+    `retokenized` ids are not those that were sampled: they were made from the text that a server returned. `seconds` is the time
+    from sending to result, where an engine tells it. An error is one that may pass (a server that is gone or busy); one that cannot pass is raised as DraftlineError.
     """
 
     ids: list[int]
     finish_reason: str
     error: str | None = None
     retokenized: bool = False
+    seconds: float | None = None
 
 
 class Engine(Protocol):
-    """What completions need of an engine."""
+    """What completions need of an engine. `in_flight`: requests at once; it may be set between two calls of `generate`."""
+
+    in_flight: int
 
     def __enter__(self) -> Self: ...
 
