@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from draftline.errors import DraftlineError
 
 if TYPE_CHECKING:
+    from draftline.chat import Chat
     from draftline.manifest import Manifest
 
 
@@ -72,16 +73,27 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(kind: str, manifest: "Manifest", run: Mapping[str, Any]) -> Engine:
-    """The engine named by ``completions.engine``, not yet entered. `run` holds ``device`` and maybe ``batch``."""
+def open_engine(kind: str, manifest: "Manifest", run: Mapping[str, Any], chat: "Chat") -> Engine:
+    """The engine named by ``completions.engine``, not yet entered.
+
+    `run` holds ``device``, maybe ``batch``, and ``engine``, the config's section of that name.
+    """
     if kind == "transformers":
         from draftline.engines.transformers_engine import TransformersEngine
 
         return TransformersEngine(manifest, run["device"], run.get("batch", 64))
-    raise DraftlineError(f"config: completions.engine: {kind}: no such engine; known: transformers, dataset")
+    if kind == "openai":
+        from draftline.engines.openai_engine import OpenAIEngine
+
+        return OpenAIEngine(manifest, chat, run["engine"])
+    raise DraftlineError(f"config: completions.engine: {kind}: no such engine; known: transformers, openai, dataset")
 
 
-def engine_version(kind: str) -> str:
-    """What an artifact says about the software that answered; known without starting it."""
+def engine_version(kind: str, run: Mapping[str, Any]) -> str:
+    """What an artifact says about the software that answers; known without starting it. `run` as for `open_engine`."""
+    if kind == "openai":
+        from draftline.engines.openai_engine import versions
+
+        return versions(run["engine"])
     packages = {"transformers": ("transformers", "torch"), "dataset": ("tokenizers",)}[kind]
     return ", ".join(f"{package} {version(package)}" for package in packages)

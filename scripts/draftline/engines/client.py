@@ -90,11 +90,19 @@ class BusyError(Exception):
 
 
 class FailedError(Exception):
-    """A failure that may pass; `gone` when no server is there at all."""
+    """A failure that may pass, with the status where there is one; `gone` when the server is not there, or not for now."""
 
-    def __init__(self, text: str, gone: bool = False) -> None:
+    def __init__(self, text: str, gone: bool = False, status: int | None = None) -> None:
         super().__init__(text)
-        self.gone = gone
+        self.gone, self.status = gone, status
+
+
+class ServerRefusedError(DraftlineError):
+    """What no other try will change, in the server's words."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 @functools.cache
@@ -118,7 +126,7 @@ def open_client(url: str, key: str | None) -> httpx.AsyncClient:
 async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], key: str | None) -> Any:
     """The JSON reply to a posted body.
 
-    Raises BusyError, FailedError, and DraftlineError with the server's words for what no other try will change.
+    Raises BusyError, FailedError, ServerRefusedError.
     """
     where = f"{client.base_url}".rstrip("/")
     try:
@@ -131,13 +139,13 @@ async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], ke
         raise BusyError(_seconds(reply.headers.get("Retry-After")))
     words = f"{where}{path}: {reply.status_code} {_words(reply.text, key)}"
     if reply.status_code >= 500 or reply.status_code == 408:
-        raise FailedError(words)
+        raise FailedError(words, gone=reply.status_code in (502, 503, 504), status=reply.status_code)
     if reply.status_code != 200:
-        raise DraftlineError(words)
+        raise ServerRefusedError(words, reply.status_code)
     try:
         return orjson.loads(reply.content)
     except ValueError:
-        raise FailedError(f"{where}{path}: a reply that is no JSON ({reply.text[:40]!r})") from None
+        raise FailedError(f"{where}{path}: a reply that is no JSON ({reply.text[:40]!r})", status=200) from None
 
 
 async def ask(client: httpx.AsyncClient, endpoint: Endpoint, request: Request, sampling: Sampling) -> Answer:
@@ -149,7 +157,7 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, request: Request, s
         return api.answer(request, reply)
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise FailedError(
-            f"{endpoint.url}{api.path}: not a reply of this protocol ({type(error).__name__}: {error})"
+            f"{endpoint.url}{api.path}: not a reply of this protocol ({type(error).__name__}: {error})", status=200
         ) from None
 
 
