@@ -75,6 +75,8 @@ KIND_OF_WORK = {
     "evaluate_baseline": "evaluate",
 }
 """Rules that share `run.{kind}` of the config; all others are light and run on the CPU."""
+NO_GPU_ENGINES = ("openai", "dataset")
+"""Engines that answer without a model in the job."""
 GROWING = ("mem_mb", "runtime")
 """Resources of which another attempt gets more."""
 DOWNLOADS = ("target", "bench_prompts")
@@ -202,8 +204,9 @@ class Plan:
         if rule == "mask_gate_shard":
             part["tapped_layers"] = layers if isinstance(layers, int) else len(layers)
         if rule == "bench_completions":
-            engine = config["completions"]["engine"]
-            part["engine"] = "transformers" if engine == "dataset" else engine
+            part["engine"] = self._engine(rule)
+        if "completions" in part and self._engine(rule) == "openai" and config["engine"]["allow_retokenize"]:
+            part["completions"]["allow_retokenize"] = True
         if rule == "train_segment":
             del part["drafters"][entry]["checkpoints"]
         if rule == "evaluate_baseline":
@@ -331,7 +334,7 @@ class Plan:
     def run_options(self, rule: str) -> dict[str, Any]:
         """Options of a rule that do not change its result: device, how many GPUs it must be given, limits of the preflight, batch size."""
         kind = KIND_OF_WORK.get(rule)
-        options: dict[str, Any] = {"device": self.config["run"]["device"] if kind else "cpu"}
+        options: dict[str, Any] = {"device": self._device(rule)}
         if options["device"] == "cuda":
             options |= {"gpus": self.resource(rule, "gpus"), "preflight": self.config["run"]["preflight"]}
         if kind and "batch" in self.config["run"][kind]:
@@ -340,6 +343,17 @@ class Plan:
             options["engine"] = self.config["engine"]
         return options
 
+    def _engine(self, rule: str) -> str:
+        """The engine that a rule's jobs ask: an evaluation set is answered by the target, whatever a data set holds."""
+        engine = str(self.config["completions"]["engine"])
+        return "transformers" if engine == "dataset" and rule == "bench_completions" else engine
+
+    def _device(self, rule: str) -> str:
+        """``cpu``, or ``cuda`` where a job of the rule works with a model on a GPU. The canary looks at hidden states."""
+        kind = KIND_OF_WORK.get(rule)
+        without = kind is None or (kind == "completions" and rule != "canary" and self._engine(rule) in NO_GPU_ENGINES)
+        return "cpu" if without else str(self.config["run"]["device"])
+
     def resource(self, rule: str, name: str, attempt: int = 1) -> int:
         """A resource from `run.{kind}` of the config, or its default; no GPU when the device is the CPU.
 
@@ -347,7 +361,7 @@ class Plan:
         for more time than its partition allows wait for ever. The first attempt gets what it asks for.
         """
         kind, run = KIND_OF_WORK.get(rule, "light"), self.config["run"]
-        if name == "gpus" and run["device"] == "cpu":
+        if name == "gpus" and self._device(rule) == "cpu":
             return 0
         if name == "gpus" and kind == "completions" and self.config["completions"]["engine"] == "sglang":
             return sglang_flags.gpus(self.config["engine"])

@@ -34,7 +34,6 @@ ENGINE = {
     "stall_seconds": 60,
     "requests": 4,
     "tokens": 100_000,
-    "down_seconds": 60,
 }
 PYTHON = """#!{python}
 import os, sys

@@ -76,7 +76,9 @@ class Checks:
         if answer.finish not in ("stop", "length"):
             raise RefusedError(UNKNOWN, repr(answer.finish))
         if answer.prompt_ids is not None and answer.prompt_ids != [*prompt, *request.sampled_ids]:
-            raise RefusedError(OTHER_PROMPT, f"{len(answer.prompt_ids)} ids, not {len(prompt) + len(request.sampled_ids)}")
+            raise RefusedError(
+                OTHER_PROMPT, f"{len(answer.prompt_ids)} ids, not {len(prompt) + len(request.sampled_ids)}"
+            )
         if any(not 0 <= token < self.vocabulary for token in ids):
             raise RefusedError(OUTSIDE, f"{max(ids)}, but the vocabulary ends at {self.vocabulary - 1}")
         end = next((n + 1 for n, token in enumerate(ids) if token in self.stop_ids), None)

@@ -11,12 +11,14 @@ of reach, answers 5xx again and again, or stands still is left out and tried aga
 
 import asyncio
 import contextlib
+import functools
 import queue
+import ssl
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -25,7 +27,7 @@ import orjson
 
 from draftline.engines import Request, Result, Sampling
 from draftline.engines.answers import ABORTED, Checks, RefusedError
-from draftline.engines.protocols import Api
+from draftline.engines.protocols import Answer, Api
 from draftline.errors import DraftlineError
 from draftline.progress import say
 
@@ -69,11 +71,12 @@ class Limits:
 class Endpoint:
     """A server's address (without the protocol's path), the protocol that it speaks, and the key for it.
 
-    `max_length` is the longest prompt and answer together that it takes, where it says so.
+    An endpoint without `api` is met before it gets requests (`HttpEngine`). `max_length` is the longest prompt and answer
+    together that it takes, where it says so.
     """
 
     url: str
-    api: Api
+    api: Api | None = None
     key: str | None = field(default=None, repr=False)
     max_length: int | None = None
 
@@ -87,20 +90,34 @@ class BusyError(Exception):
 
 
 class FailedError(Exception):
-    """A failure that may pass; `gone` when no server is there at all."""
+    """A failure that may pass, with the status where there is one; `gone` when the server is not there, or not for now."""
 
-    def __init__(self, text: str, gone: bool = False) -> None:
+    def __init__(self, text: str, gone: bool = False, status: int | None = None) -> None:
         super().__init__(text)
-        self.gone = gone
+        self.gone, self.status = gone, status
+
+
+class ServerRefusedError(DraftlineError):
+    """What no other try will change, in the server's words."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    return httpx.create_ssl_context()
 
 
 def open_client(url: str, key: str | None) -> httpx.AsyncClient:
-    """A client for one server, without limits of its own on connections. Loopback is never reached through a proxy."""
+    """A client for one server. Loopback is never reached through a proxy."""
     return httpx.AsyncClient(
         base_url=url,
         headers={"Authorization": f"Bearer {key}"} if key else {},
-        # Idle connections go before the server ends them (uvicorn: after 5 s), so that none is used while it does.
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+        # An idle connection goes before the server ends it (uvicorn: after 5 s), so that none is used while it does.
+        limits=httpx.Limits(keepalive_expiry=2.0),
+        verify=_certificates(),
         timeout=httpx.Timeout(None, connect=10.0, write=60.0),
         trust_env=urlsplit(url).hostname not in LOOPBACK,
     )
@@ -109,7 +126,7 @@ def open_client(url: str, key: str | None) -> httpx.AsyncClient:
 async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], key: str | None) -> Any:
     """The JSON reply to a posted body.
 
-    Raises BusyError, FailedError, and DraftlineError with the server's words for what no other try will change.
+    Raises BusyError, FailedError, ServerRefusedError.
     """
     where = f"{client.base_url}".rstrip("/")
     try:
@@ -122,13 +139,26 @@ async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], ke
         raise BusyError(_seconds(reply.headers.get("Retry-After")))
     words = f"{where}{path}: {reply.status_code} {_words(reply.text, key)}"
     if reply.status_code >= 500 or reply.status_code == 408:
-        raise FailedError(words)
+        raise FailedError(words, gone=reply.status_code in (502, 503, 504), status=reply.status_code)
     if reply.status_code != 200:
-        raise DraftlineError(words)
+        raise ServerRefusedError(words, reply.status_code)
     try:
         return orjson.loads(reply.content)
     except ValueError:
-        raise FailedError(f"{where}{path}: a reply that is no JSON ({reply.text[:40]!r})") from None
+        raise FailedError(f"{where}{path}: a reply that is no JSON ({reply.text[:40]!r})", status=200) from None
+
+
+async def ask(client: httpx.AsyncClient, endpoint: Endpoint, request: Request, sampling: Sampling) -> Answer:
+    """An endpoint's answer to a request, not yet checked. Raises as `post` does."""
+    api = endpoint.api
+    assert api is not None
+    reply = await post(client, api.path, api.body(request, sampling), endpoint.key)
+    try:
+        return api.answer(request, reply)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise FailedError(
+            f"{endpoint.url}{api.path}: not a reply of this protocol ({type(error).__name__}: {error})", status=200
+        ) from None
 
 
 def _words(text: str, key: str | None) -> str:
@@ -147,21 +177,39 @@ def _seconds(retry_after: str | None) -> float:
 class Server:
     """An endpoint as it does: what it has in flight, how fast it is, whether it is up."""
 
-    def __init__(self, endpoint: Endpoint, limits: Limits) -> None:
-        self.endpoint, self.limits = endpoint, limits
-        self.client = open_client(endpoint.url, endpoint.key)
+    def __init__(self, endpoint: Endpoint, engine: "HttpEngine") -> None:
+        self.endpoint, self.engine = endpoint, engine
+        self.idle = [open_client(endpoint.url, endpoint.key)]
         self.flying: dict[asyncio.Task[None], Request] = {}
         self.tokens = 0
         self.answers = 0
-        self.up = True
+        self.up = endpoint.api is not None
         self.failures = 0
         self.pause = 1.0
         self.not_before = 0.0
         self.busy_since: float | None = None
-        self.moved = time.monotonic()
+        self.moved = self.looked = time.monotonic()
         self._recent: deque[tuple[float, int]] = deque()
         self._recent_tokens = 0
         self._recent_since = self.moved
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[httpx.AsyncClient]:
+        """A client with one connection, for one request.
+
+        httpx goes through all connections of a client for each request: with some hundred of them that takes longer than the
+        answers do.
+        """
+        client = self.idle.pop() if self.idle else open_client(self.endpoint.url, self.endpoint.key)
+        try:
+            yield client
+        finally:
+            self.idle.append(client)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in self.idle:
+            await client.aclose()
 
     def has_room(self, cost: int) -> bool:
         """Whether a request of `cost` tokens may go there now."""
@@ -169,7 +217,8 @@ class Server:
             return False
         if not self.flying:
             return True
-        return len(self.flying) < self.limits.requests and self.tokens + cost <= self.limits.tokens
+        limits = self.engine.limits
+        return len(self.flying) < limits.requests and self.tokens + cost <= limits.tokens
 
     def rate(self) -> float:
         """Tokens a second sampled lately; 0 while unknown."""
@@ -202,24 +251,30 @@ class Server:
 
     def stalled(self) -> bool:
         """Whether nothing came for longer than the longest answer in flight may take."""
-        if not self.flying or self.silent_for() <= self.limits.stall_seconds:
+        patience = self.engine.limits.stall_seconds
+        if not self.flying or self.silent_for() <= patience:
             return False
         longest = max(request.max_new_tokens for request in self.flying.values())
-        return self.silent_for() > self.limits.stall_seconds + longest / LEAST_RATE
+        return self.silent_for() > patience + longest / LEAST_RATE
 
     def silent_for(self) -> float:
         """Seconds since the last sign of work."""
         return time.monotonic() - self.moved
 
     def failed(self, reason: str, gone: bool) -> None:
-        """A request, or the look at its health, failed."""
+        """A request failed, or the look at its health. What else was in flight when it went says nothing new."""
+        if not self.up:
+            return
         self.failures += 1
-        if self.up and (gone or self.failures >= FAILURES):
+        if gone or self.failures >= FAILURES:
             self.up = False
             say(f"engine: {self.endpoint.url} is left out: {reason}")
-        if not self.up:
-            self.not_before = time.monotonic() + self.pause
-            self.pause = min(self.pause * 2, LONGEST_PAUSE)
+            self.postpone()
+
+    def postpone(self) -> None:
+        """Wait before it is tried again, longer each time."""
+        self.not_before = time.monotonic() + self.pause
+        self.pause = min(self.pause * 2, LONGEST_PAUSE)
 
     def busy(self, seconds: float) -> bool:
         """The server has enough to do for now. False when that has been all it said for too long."""
@@ -228,21 +283,39 @@ class Server:
         if self.busy_since is None:
             self.busy_since = now
             say(f"engine: {self.endpoint.url} is busy (429); it is asked again in {seconds:g} s")
-        return now - self.busy_since < self.limits.stall_seconds
+        return now - self.busy_since < self.engine.limits.stall_seconds
 
     def returned(self) -> None:
         """It is healthy again. One more failure is enough to leave it out."""
         self.up, self.failures, self.not_before = True, FAILURES - 1, 0.0
         say(f"engine: {self.endpoint.url} is back")
 
+    async def meet(self) -> None:
+        """Have the engine find out what it is, and whether it serves the target. Raises FailedError and DraftlineError."""
+        if self.engine.meet is not None:
+            self.endpoint = await self.engine.meet(self.endpoint)
+            self.check_length(self.engine.longest)
+
     async def healthy(self) -> None:
-        """Return if the server says that it serves; raise FailedError otherwise. A server without such a path is taken at its word."""
+        """Return if the server says that it serves; raise FailedError otherwise. One without such a path is taken at its word."""
+        assert self.endpoint.api is not None
+        path = self.endpoint.api.health
         try:
-            reply = await self.client.get(self.endpoint.api.health, timeout=HEALTH_SECONDS)
+            with self.client() as client:
+                reply = await client.get(path, timeout=HEALTH_SECONDS)
         except httpx.TransportError as error:
-            raise FailedError(f"{type(error).__name__} {error}".rstrip(), gone=True) from None
+            raise FailedError(f"{path}: {type(error).__name__} {error}".rstrip(), gone=True) from None
         if reply.status_code >= 500:
-            raise FailedError(f"{self.endpoint.api.health} says {reply.status_code}", gone=True)
+            raise FailedError(f"{path} says {reply.status_code}", gone=True)
+
+    def check_length(self, longest: int) -> None:
+        """Raise DraftlineError when the server takes less than `longest` tokens."""
+        limit = self.endpoint.max_length
+        if limit is not None and longest > limit:
+            raise DraftlineError(
+                f"{self.endpoint.url}: serves {limit} tokens at most, but prompt and answer may have {longest};"
+                " start it with a longer context or lower max_new_tokens"
+            )
 
 
 def cost_of(request: Request) -> int:
@@ -253,37 +326,72 @@ def cost_of(request: Request) -> int:
 class HttpEngine:
     """Engine over HTTP endpoints (the module says how). `checks` judges their answers.
 
-    `watch` is called now and then (at most every `LOOK_SECONDS`) while requests are in flight, in the event loop's thread; the DraftlineError that it
-    may raise ends `generate`.
+    `watch` is called now and then (at most every `LOOK_SECONDS`) while requests are in flight, in the event loop's thread; the
+    DraftlineError that it may raise ends `generate`. `meet` completes an endpoint that has no `api`, and completes it anew
+    when it comes back; it raises FailedError when the endpoint is out of reach.
     """
 
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
         checks: Checks,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: Limits = Limits(),
         watch: Callable[[], None] | None = None,
+        meet: Callable[[Endpoint], Awaitable[Endpoint]] | None = None,
     ) -> None:
-        self.endpoints, self.checks, self.limits, self.watch = list(endpoints), checks, limits, watch
+        self.endpoints, self.checks, self.limits, self.watch, self.meet = list(endpoints), checks, limits, watch, meet
+        self.longest = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight at each endpoint; may be set between two calls of `generate`."""
+        return self.limits.requests
+
+    @in_flight.setter
+    def in_flight(self, requests: int) -> None:
+        self.limits = replace(self.limits, requests=requests)
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http-engine", daemon=True)
         self._thread.start()
-        self.servers = [Server(endpoint, self.limits) for endpoint in self.endpoints]
+        self.servers = [Server(endpoint, self) for endpoint in self.endpoints]
+        try:
+            self._wait(self._meet_all())
+        except BaseException:
+            self._stop()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._stop()
+        if self.checks.counts:
+            say(f"engine: {self.checks.answered} answers: {self.checks.summary()}")
+
+    def _stop(self) -> None:
         self._wait(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        if self.checks.counts:
-            say(f"engine: {self.checks.answered} answers: {self.checks.summary()}")
+
+    async def _meet_all(self) -> None:
+        """Meet the endpoints whose protocol is not known yet. Raises DraftlineError when none of all is up."""
+        unmet = [server for server in self.servers if not server.up]
+        found = await asyncio.gather(*(server.meet() for server in unmet), return_exceptions=True)
+        for server, error in zip(unmet, found):
+            if error is None:
+                server.up = True
+            elif isinstance(error, FailedError):
+                say(f"engine: {server.endpoint.url} is left out: {error}")
+                server.postpone()
+            else:
+                raise error
+        if not any(server.up for server in self.servers):
+            raise DraftlineError("; ".join(map(str, found)) + "; start a server there, or correct engine.endpoints")
 
     async def _close(self) -> None:
         for server in self.servers:
-            await server.client.aclose()
+            await server.close()
 
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -291,9 +399,11 @@ class HttpEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[Request, Result]]:
         """Each request with its result, as they come. Raises DraftlineError for what no other try will change."""
         self.checks.asked += len(requests)
-        self._check_lengths(requests)
+        self.longest = max(map(cost_of, requests), default=0)
+        for server in self.servers:
+            server.check_length(self.longest)
         results: queue.SimpleQueue[tuple[Request, Result] | None] = queue.SimpleQueue()
-        flight = Flight(self.servers, self.checks, sampling, results.put, self.watch)
+        flight = Flight(self, sampling, results.put)
         running = asyncio.run_coroutine_threadsafe(flight.run(requests), self._loop)
         running.add_done_callback(lambda _: results.put(None))
         try:
@@ -304,28 +414,13 @@ class HttpEngine:
             running.cancel()
             self._wait(flight.land())
 
-    def _check_lengths(self, requests: Sequence[Request]) -> None:
-        longest = max(map(cost_of, requests), default=0)
-        for endpoint in self.endpoints:
-            if endpoint.max_length is not None and longest > endpoint.max_length:
-                raise DraftlineError(
-                    f"{endpoint.url}: serves {endpoint.max_length} tokens at most, but prompt and answer may have {longest};"
-                    " start it with a longer context or lower max_new_tokens"
-                )
-
 
 class Flight:
     """The requests of one call of `generate`."""
 
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        checks: Checks,
-        sampling: Sampling,
-        give: Yield,
-        watch: Callable[[], None] | None,
-    ) -> None:
-        self.servers, self.checks, self.sampling, self.give, self.watch = servers, checks, sampling, give, watch
+    def __init__(self, engine: HttpEngine, sampling: Sampling, give: Yield) -> None:
+        self.engine, self.servers, self.checks, self.limits = engine, engine.servers, engine.checks, engine.limits
+        self.sampling, self.give = sampling, give
         self.waiting: deque[Request] = deque()
         self.tries: Counter[str] = Counter()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -333,7 +428,6 @@ class Flight:
         self.changed = asyncio.Event()
         self.failure: BaseException | None = None
         self.reason = "no endpoint is up"
-        self.limits = servers[0].limits
         self.last_up = self.looked = time.monotonic()
 
     async def run(self, requests: Sequence[Request]) -> None:
@@ -391,15 +485,10 @@ class Flight:
         self.changed.set()
 
     async def _ask(self, server: Server, request: Request) -> None:
-        endpoint = server.endpoint
+        endpoint, began = server.endpoint, time.monotonic()
         try:
-            reply = await post(server.client, endpoint.api.path, endpoint.api.body(request, self.sampling), endpoint.key)
-            try:
-                answer = endpoint.api.answer(request, reply)
-            except (KeyError, TypeError, IndexError, ValueError) as error:
-                raise FailedError(
-                    f"{endpoint.url}{endpoint.api.path}: not a reply of this protocol ({type(error).__name__}: {error})"
-                ) from None
+            with server.client() as client:
+                answer = await ask(client, endpoint, request, self.sampling)
         except BusyError as busy:
             if server.busy(busy.seconds):
                 self.waiting.appendleft(request)
@@ -412,7 +501,8 @@ class Flight:
             return
         server.answered(len(answer.ids))
         try:
-            self.give((request, self.checks.result(request, answer, endpoint.url)))
+            result = self.checks.result(request, answer, endpoint.url)
+            self.give((request, replace(result, seconds=time.monotonic() - began)))
         except RefusedError as refused:
             if refused.kind == ABORTED:
                 self._again(request, f"{endpoint.url}: {refused}")
@@ -436,8 +526,8 @@ class Flight:
         if now - self.looked < LOOK_SECONDS:
             return
         self.looked = now
-        if self.watch is not None:
-            self.watch()
+        if self.engine.watch is not None:
+            self.engine.watch()
         for server in self.servers:
             if server.stalled():
                 self._drop(server, f"no answer for {server.silent_for():.0f} s")
@@ -455,22 +545,24 @@ class Flight:
     def _is_due(server: Server, now: float) -> bool:
         if not server.up:
             return now >= server.not_before
-        return bool(server.flying) and server.silent_for() > SILENT_SECONDS
+        return bool(server.flying) and min(server.silent_for(), now - server.looked) > SILENT_SECONDS
 
     async def _look(self, server: Server) -> None:
+        server.looked = time.monotonic()
         try:
-            await server.healthy()
+            if server.up:
+                await server.healthy()
+            else:
+                await (server.meet() if self.engine.meet else server.healthy())
+                server.returned()
         except FailedError as failed:
             if server.up:
                 self._drop(server, str(failed))
             else:
-                server.failed(str(failed), gone=True)
-        else:
-            if not server.up:
-                server.returned()
-                self.changed.set()
-            else:
-                await asyncio.sleep(SILENT_SECONDS)
+                server.postpone()
+        except DraftlineError as error:
+            self.failure = error
+        self.changed.set()
 
     def _drop(self, server: Server, reason: str) -> None:
         """Leave an endpoint out, and ask what it had elsewhere."""

@@ -55,6 +55,7 @@ class SGLangEngine:
         )
         self.server = Server(program, server_log(run["log"]), self.engine["stall_seconds"], on_gpus)
         self.checks = Checks(manifest.eos_token_ids, manifest.vocab_size)
+        self.in_flight = self.engine["requests"]
         self.deaths = 0
         self._open = contextlib.ExitStack()
         self._client: HttpEngine | None = None
@@ -76,6 +77,7 @@ class SGLangEngine:
         if self._client is None:
             self._start()
         assert self._client
+        self._client.in_flight = self.in_flight
         waiting = {request.id: request for request in requests}
         try:
             with self.server.owing() as answered:
@@ -95,7 +97,7 @@ class SGLangEngine:
         self.server.start(self._ask)
         say(f"sglang: the server answers after {time.monotonic() - started:.0f} s")
         endpoint = Endpoint(self.server.url, API, self.server.key)
-        limits = Limits(**{name: self.engine[name] for name in ("requests", "tokens", "stall_seconds", "down_seconds")})
+        limits = Limits(tokens=self.engine["tokens"])
         self._client = self._open.enter_context(HttpEngine([endpoint], self.checks, limits, watch=self._look))
 
     def _bury(self) -> None:
