@@ -74,9 +74,11 @@ def copy(source: IO[bytes], log: str, secret: bytes) -> None:
             kept = (kept + piece).replace(secret, BLOT)
             # An unfinished line may end within the secret.
             end = len(kept) if kept.endswith((b"\n", b"\r")) else max(0, len(kept) - len(secret))
-            target.write(kept[:end])
+            with contextlib.suppress(OSError):  # A full disk must not stop a server that has somebody to answer.
+                target.write(kept[:end])
             kept = kept[end:]
-        target.write(kept)
+        with contextlib.suppress(OSError):
+            target.write(kept)
 
 
 def end_children(grace: float) -> None:

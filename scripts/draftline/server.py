@@ -38,6 +38,8 @@ MEMORY_SECONDS = 60.0
 SLACK = 256 << 20
 """Bytes that may be in use more than before: less than a context takes."""
 POLL_SECONDS = 0.2
+LOOK_SECONDS = 2.0
+"""Time between two looks for signs of life; each asks the driver and reads of every process."""
 MARK = "DRAFTLINE_SERVER"
 """Environment variable of all that a server starts: its token."""
 ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
@@ -72,7 +74,7 @@ class Server:
 
     def __init__(self, program: Program, log: Path, stall_seconds: float, gpus: bool) -> None:
         self.program, self.log, self.stall_seconds = program, log, stall_seconds
-        self.key, self.token = secrets.token_urlsafe(24), secrets.token_hex(16)
+        self.key, self.token = secrets.token_hex(16), secrets.token_hex(16)  # A key must not look like a flag.
         self.port = 0
         self._gpus = gpus
         self._before = self._memory()
@@ -195,18 +197,21 @@ class Server:
         """Until the server is gone, or shows no sign of life: then it is ended, and `failure` says why."""
         guard = self._guard
         assert guard
-        reason, stalled = None, False
+        reason, stalled, due = None, False, 0.0
         while reason is None:
-            if self._over.wait(min(1.0, self.stall_seconds / 10)):
+            if self._over.wait(POLL_SECONDS):
                 return
             if guard.poll() is not None:
                 reason = f"the server ended ({status_in_words(guard.returncode)})"
-            elif self._owing and self._activity.quiet(self.stall_seconds):
+            elif not self._owing or time.monotonic() < due:
+                continue
+            elif self._activity.quiet(self.stall_seconds):
                 stalled = True
                 reason = (
                     f"no sign of life for {self.stall_seconds:g} s (no log line, no change of GPU memory, no growing cache,"
                     " no reading, no answer); the server was ended"
                 )
+            due = time.monotonic() + min(LOOK_SECONDS, self.stall_seconds / 10)
         memory = ", ".join(f"{name}: {used >> 20} MiB in use" for name, used in self._memory().items())
         stop(guard)
         facts = f"; {memory}" if memory else ""
@@ -222,10 +227,11 @@ class Server:
         return []
 
     def _words(self) -> str:
-        """What the last server wrote into the log."""
-        with open(self.log, "rb") as file:
+        """What the last server wrote into the log; nothing if somebody deleted it."""
+        with contextlib.suppress(OSError), open(self.log, "rb") as file:
             file.seek(self._offset)
             return file.read().decode(errors="replace")
+        return ""
 
     def _last_lines(self, errors: bool) -> str:
         """The last lines of the log, to stand below a message; with `errors` those that name one, where there are such."""

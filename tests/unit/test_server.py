@@ -143,6 +143,7 @@ def test_a_server_that_refuses_the_question_again_and_again_is_not_waited_for_fo
 def test_the_key_is_in_neither_the_log_nor_a_command_line(make):
     made = make()
     made.start(lambda: asks(made))
+    assert made.key.isalnum(), "a key that begins with a dash would be taken for a flag"
     lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert any(str(FAKE) in line for line in lines)
     assert not any(made.key in line for line in lines)
