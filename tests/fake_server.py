@@ -87,6 +87,7 @@ def leave() -> None:
 
 
 print(f"starting with {KEY}", flush=True)
+print("GPUs visible:", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 if "daemon" in WORDS:
     leave()
     while not (FOLDER / "daemon.pid").exists():

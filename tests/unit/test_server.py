@@ -196,7 +196,9 @@ def test_a_program_that_is_not_there_is_named(tmp_path):
 
 def test_a_server_that_hangs_while_it_starts_is_ended_with_its_last_lines(make, tmp_path):
     made = make("hangs", stall=1)
-    with pytest.raises(DraftlineError, match=r"(?s)no sign of life for 1 s .*\n  starting with .*\n  context made"):
+    with pytest.raises(
+        DraftlineError, match=r"(?s)no sign of life for 1 s .*\n  starting with .*\n  GPUs visible: .*\n  context made"
+    ):
         made.start(lambda: asks(made))
     assert not lives(pid(tmp_path))
 

@@ -85,7 +85,7 @@ def test_rows_are_what_the_server_sampled_and_it_is_gone_afterwards(place, chat,
         assert (row["finish_reason"], row["attempts"]) == ("length", 1)
     assert sorted(asked(place)) == sorted(tuple(row["prompt_ids"]) for row in table.to_pylist())
     assert not lives(pid(place))
-    assert (place / "job.server.log").read_text().startswith("starting with (key)\nserving\n")
+    assert (place / "job.server.log").read_text().startswith("starting with (key)\nGPUs visible: \nserving\n")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -146,13 +146,34 @@ def test_sigkill_of_the_job_mid_shard_then_a_second_call(place, tiny_target):
     assert provenance.parquet_facts(place / "0000.parquet", "engine_version") == "sglang 0.5.17, torch 2.11.0"
 
 
-def test_sigterm_to_the_job_ends_its_server_first(place, tiny_target):
-    job = subprocess.Popen(command(tiny_target, place, run_options(place, "daemon", "holds")), cwd=place)
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_a_job_that_is_asked_to_end_ends_its_server_first(place, tiny_target, how, status):
+    line = command(tiny_target, place, run_options(place, "daemon", "holds"))
+    job = subprocess.Popen(line, cwd=place, stderr=subprocess.DEVNULL)
     until(lambda: stored(place) == 3, "three finished rows")
-    job.terminate()
-    assert job.wait() == 143
+    job.send_signal(how)
+    assert job.wait() == status
     assert not lives(pid(place))
     assert not lives(pid(place, "daemon"))
+
+
+def test_a_job_whose_gpu_is_held_starts_no_server_and_one_that_leases_it_does(place, tiny_target, library):  # noqa: F811
+    machine = Machine(place, library)
+    line = command(tiny_target, place, {**run_options(place), "device": "cuda"})
+    code = (
+        f"import runpy, sys\nsys.path.insert(0, {str(SCRIPTS)!r})\nfrom draftline import gpus\n"
+        "gpus.SETTLING = 0.0\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    line = [sys.executable, "-c", code, *line[1:], "--gpus", "1"]
+    machine.show(gpu(3, 40 << 30), f"compute {os.getpid()} {40 << 30}")
+    refused = subprocess.run(line, cwd=place, env=machine.environment, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert f"GPU 0 is held by process {os.getpid()}" in refused.stderr
+    assert not (place / "server.pid").exists()
+    machine.show(gpu(3))
+    done = subprocess.run(line, cwd=place, env=machine.environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "GPUs visible: 0" in (place / "results/logs/sglang.server.log").read_text()
 
 
 def command(target, place: Path, run: dict) -> list[str]:
