@@ -93,8 +93,14 @@ if "daemon" in WORDS:
     while not (FOLDER / "daemon.pid").exists():
         time.sleep(0.02)
 note("server")
-if "deaf" in WORDS:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def obey(*_: object) -> None:
+    print("asked to end", flush=True)
+    os._exit(0)
+
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in WORDS else obey)
 if "crashes" in WORDS:
     print("torch.OutOfMemoryError: CUDA out of memory\nfarewell", flush=True)
     sys.exit(3)

@@ -235,6 +235,7 @@ def clock(monkeypatch) -> Callable[[float], None]:
 def test_each_sign_of_life_counts_and_silence_is_told(tmp_path, clock):
     log, cache, memory, members = tmp_path / "log", tmp_path / "cache", {"GPU 0": 700 << 20}, []
     cache.mkdir()
+    os.utime(cache, (0, 0))
     log.touch()
     watched = Activity(log, [cache], lambda: members, lambda: dict(memory))
     clock(100)
@@ -347,6 +348,7 @@ def test_a_server_that_is_stopped_while_it_owes_answers_is_ended_and_another_one
     with made.owing():
         failure = until(lambda: made.failure, "the failure")
     assert "no sign of life for 1 s" in failure
+    assert "asked to end" in made.log.read_text(), "a stopped process hears SIGTERM when it goes on"
     assert not lives(first)
     assert made.end() == []
     made.start(lambda: asks(made))
@@ -354,7 +356,8 @@ def test_a_server_that_is_stopped_while_it_owes_answers_is_ended_and_another_one
     assert pid(tmp_path) != first
 
 
-def test_silence_is_no_stall_while_nothing_is_asked(make):
+def test_silence_is_no_stall_while_nothing_is_asked(make, monkeypatch):
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
     made = make()
     made.start(lambda: asks(made))
     made.stall_seconds = 0.2

@@ -107,7 +107,8 @@ def test_a_server_killed_or_hung_mid_shard_is_replaced_and_finished_rows_are_kep
     assert not lives(pid(place))
 
 
-def test_servers_that_die_again_and_again_end_the_job_with_their_last_words(place, chat, tiny_target):
+def test_servers_that_die_again_and_again_end_the_job_with_their_last_words(place, chat, tiny_target, monkeypatch):
+    monkeypatch.setattr(completions, "ATTEMPTS", 3)
     with pytest.raises(DraftlineError) as caught:
         complete(ROWS, chat, tiny_target.manifest, SGLANG, run_options(place, "mortal"))
     message = str(caught.value)
