@@ -34,8 +34,8 @@ from draftline.progress import say
 
 PROBE = ({"role": "user", "content": "Name three colours of the rainbow."},)
 PROBE_TOKENS = 8
-SENSELESS: Body = {"top_p": 7.0, "top_k": -7, "min_p": 7.0, "seed": "x"}
-"""Values that a server refuses if it knows the parameter."""
+SENSELESS: Body = {"top_k": -7, "min_p": 7.0, "seed": "x"}
+"""Values that a server refuses if it knows the parameter; temperature and top_p every server knows."""
 MEETING_SECONDS = 120.0
 """Time for each question when an endpoint is met; a server may load the model upon the first."""
 
@@ -169,9 +169,9 @@ class OpenAIEngine(HttpEngine):
         if self.sampling is None or self.sampling.greedy or isinstance(endpoint.api, SGLangGenerate):
             return
         assert endpoint.api is not None
-        needed = {"top_p": self.sampling.top_p < 1, "top_k": self.sampling.top_k > 0, "min_p": self.sampling.min_p > 0}
+        needed = {"top_k": self.sampling.top_k > 0, "min_p": self.sampling.min_p > 0, "seed": True}
         request = Request("probe", self.chat.prompt_ids(PROBE), [], 1, seed=0)
-        for name in [*(name for name, is_needed in needed.items() if is_needed), "seed"]:
+        for name in (name for name, is_needed in needed.items() if is_needed):
             body = {**endpoint.api.body(request, self.sampling), name: SENSELESS[name]}
             try:
                 await post(client, endpoint.api.path, body, endpoint.key)
