@@ -340,13 +340,18 @@ def test_an_answer_that_cannot_be_used_is_refused_by_its_kind(answer, kind):
 def test_all_sampling_parameters_are_sent_and_sampled_ids_go_behind_the_prompt():
     request = Request("a", [5, 6], [7], 9, seed=2**62 + 1)
     sampling = Sampling(0.7, 0.9, 20, 0.05)
-    body = SGLangGenerate().body(request, sampling)
+    body = SGLangGenerate((2, 3)).body(request, sampling)
     assert body["input_ids"] == [5, 6, 7]
     drawn = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.0}
-    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "skip_special_tokens": False}
+    penalties = {
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "skip_special_tokens": False,
+        "stop_token_ids": [2, 3],
+    }
     own = {"max_new_tokens": 9, "sampling_seed": 2**62 + 1}
     assert body["sampling_params"] == {**drawn, **penalties, **own}
-    body = OpenAITokens("m").body(request, sampling)
+    body = OpenAITokens("m", (2, 3)).body(request, sampling)
     seed = body.pop("seed")
     assert body == {
         **drawn,

@@ -10,7 +10,7 @@ from test_completions import CONFIG, ROWS, RUN, SAMPLED
 from draftline import completions
 from draftline.chat import Chat
 from draftline.completions import COMPLETIONS_SCHEMA, complete
-from draftline.engines import Request, Sampling, engine_version, open_engine
+from draftline.engines import Request, Sampling, engine_version, open_engine, openai_engine
 from draftline.engines.openai_engine import PROBE, PROBE_TOKENS
 from draftline.engines.protocols import OpenAIText
 from draftline.errors import DraftlineError
@@ -65,17 +65,24 @@ def test_a_server_that_gives_token_ids_is_asked_by_them(engine, monkeypatch):
     probe, body = world.bodies
     assert (probe["max_tokens"], probe["temperature"]) == (PROBE_TOKENS, 0.0)
     assert (body["model"], body["prompt"], body["return_token_ids"]) == ("the-target", [5, 6, 7], True)
+    assert body["stop_token_ids"] == [4059, 4057]
     assert "Bearer s3cret" in world.keys
 
 
-def test_an_sglang_without_ids_in_its_openai_api_is_asked_by_its_own(engine):
+def test_an_sglang_without_ids_in_its_openai_api_is_asked_by_its_own(engine, monkeypatch):
+    lines = []
+    monkeypatch.setattr(openai_engine, "say", lines.append)
+
     def answer(body):
         if body["path"] == "/generate":
             return native(body, [300] * body["sampling_params"]["max_new_tokens"])
         return {"choices": [{"text": "hello", "finish_reason": "length"}]}
 
-    with World(answer, pages()) as world, engine(world) as http:
+    info = {"/server_info": {"version": "0.5.17", "enable_deterministic_inference": False}}
+    with World(answer, pages(**info)) as world, engine(world) as http:
         ((_, result),) = http.generate([Request("a", [5, 6], [], 3, seed=1)], Sampling(1.0, top_k=5))
+        assert engine_version("openai", {"engine": settings(world)}) == "sglang 0.5.17"
+    assert any("does not heed seeds" in line for line in lines)
     assert result.ids == [300] * 3
     assert world.bodies[-1]["sampling_params"]["top_k"] == 5
 
