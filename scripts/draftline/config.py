@@ -6,6 +6,7 @@ Every complaint names the key by its path, the value, and what to do.
 from collections.abc import Mapping
 from typing import Any
 
+from draftline.engines import sglang_flags
 from draftline.errors import DraftlineError
 from draftline.layers import layer_ids
 
@@ -76,6 +77,8 @@ def check(config: Mapping[str, Any]) -> None:
             raise DraftlineError(
                 f"config: mask_gate.waive: {waiver['source']}: no such source; known: {', '.join(sources)}"
             )
+    if config["completions"]["engine"] == "sglang":
+        _check_sglang(config["engine"], config["run"])
     parts = config["shards"] * config["hidden_states"]["parts_per_shard"]
     for name, drafter in config["drafters"].items():
         if config["segments"] > parts * drafter["epochs"]:
@@ -83,3 +86,17 @@ def check(config: Mapping[str, Any]) -> None:
                 f"config: segments: {config['segments']}: drafter {name} has only {parts * drafter['epochs']} part visits"
                 f" ({parts} parts x {drafter['epochs']} epochs); lower segments"
             )
+
+
+def _check_sglang(engine: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    if run["device"] != "cuda":
+        raise DraftlineError(
+            f"config: run.device: {run['device']}: engine sglang works on GPUs that the job leases; set run.device: cuda"
+        )
+    needed, given = sglang_flags.gpus(engine), run["completions"].get("gpus")
+    if given not in (None, needed):
+        raise DraftlineError(
+            f"config: run.completions.gpus: {given}: engine sglang takes tensor_parallel x data_parallel = {needed}; leave it out"
+        )
+    if reason := sglang_flags.refused(engine):
+        raise DraftlineError(f"config: {reason}")

@@ -13,12 +13,15 @@ SCRIPTS = Path(__file__).resolve().parent.parent
 OUTSIDE = frozenset(
     f"draftline.{name}"
     for name in (
+        "activity",
         "cli",
         "errors",
         "fingerprint",
         "gpus",
         "preflight",
+        "processes",
         "progress",
+        "server",
         "settings",
         "slurm",
         "staleness",

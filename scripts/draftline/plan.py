@@ -21,6 +21,7 @@ import yaml
 
 from draftline import gpus, maintenance, sources
 from draftline.config import check, check_schema
+from draftline.engines import sglang_flags
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
 from draftline.packages import OFFLINE
@@ -362,6 +363,8 @@ class Plan:
         kind, run = KIND_OF_WORK.get(rule, "light"), self.config["run"]
         if name == "gpus" and self._device(rule) == "cpu":
             return 0
+        if name == "gpus" and kind == "completions" and self.config["completions"]["engine"] == "sglang":
+            return sglang_flags.gpus(self.config["engine"])
         amount = int(run[kind].get(name, RESOURCES[kind][name]))
         return max(amount, min(amount * attempt, int(run["limits"].get(name, amount * attempt))))
 

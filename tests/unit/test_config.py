@@ -66,12 +66,49 @@ def test_presets_are_right(preset):
         ("drafters.demo.checkpoints", [3], "drafters.demo.checkpoints: 3: there are only 2 segments"),
         ("drafters.demo.layer_types", ["full_attention"], "drafters.demo.layer_types: 1 entries for 2 layers"),
         ("segments", 1000, "segments: 1000: drafter demo has only"),
+        ("completions.engine", "sglang", "run.device: cpu: engine sglang works on GPUs that the job leases"),
+        ("engine.memory_fraction", 1, "engine.memory_fraction: 1: "),
+        ("engine.stall_seconds", 0, "engine.stall_seconds: 0: "),
     ],
 )
 def test_wrong_values_are_named(key, value, message):
     with pytest.raises(DraftlineError, match=f"config: {message}") as caught:
         checked(put(key, value))
     assert str(caught.value).count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "run.completions.gpus",
+            1,
+            r"run.completions.gpus: 1: engine sglang takes tensor_parallel x data_parallel = 4",
+        ),
+        ("engine.flags", ["--port", 1], r"engine.flags: --port: not to be given here \(Draftline sets it itself\)"),
+        ("engine.flags", ["--tp=4"], r"engine.flags: --tp: not to be given here \(set engine.tensor_parallel\)"),
+        ("engine.flags", ["--api-k", "x"], r"engine.flags: --api-k: not to be given here"),
+        ("engine.flags", ["--log-level", "error"], r"engine.flags: --log-level: .*watchdog reads the log"),
+    ],
+)
+def test_what_an_sglang_server_cannot_be_given_is_named(key, value, message):
+    def change(config):
+        config["completions"]["engine"] = "sglang"
+        config["run"]["device"] = "cuda"
+        config["engine"] = {"tensor_parallel": 2, "data_parallel": 2}
+        put(key, value)(config)
+
+    with pytest.raises(DraftlineError, match=f"config: {message}"):
+        checked(change)
+
+
+def test_further_flags_of_sglang_are_free():
+    def change(config):
+        config["completions"]["engine"] = "sglang"
+        config["run"]["device"] = "cuda"
+        config["engine"] = {"flags": ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", 3, "-x"]}
+
+    assert checked(change)["engine"]["tensor_parallel"] == 1
 
 
 def test_a_missing_section_is_named():

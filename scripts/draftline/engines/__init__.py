@@ -82,15 +82,25 @@ def open_engine(kind: str, manifest: "Manifest", run: Mapping[str, Any], chat: "
         from draftline.engines.transformers_engine import TransformersEngine
 
         return TransformersEngine(manifest, run["device"], run.get("batch", 64))
+    if kind == "sglang":
+        from draftline.engines.sglang import SGLangEngine
+
+        return SGLangEngine(manifest, run)
     if kind == "openai":
         from draftline.engines.openai_engine import OpenAIEngine
 
         return OpenAIEngine(manifest, chat, run["engine"])
-    raise DraftlineError(f"config: completions.engine: {kind}: no such engine; known: transformers, openai, dataset")
+    raise DraftlineError(
+        f"config: completions.engine: {kind}: no such engine; known: transformers, sglang, openai, dataset"
+    )
 
 
 def engine_version(kind: str, run: Mapping[str, Any]) -> str:
     """What an artifact says about the software that answers; known without starting it. `run` as for `open_engine`."""
+    if kind == "sglang":
+        from draftline.engines import sglang
+
+        return sglang.version(run["engine"])
     if kind == "openai":
         from draftline.engines.openai_engine import versions
 
