@@ -438,8 +438,10 @@ class Flight:
         while self.waiting or self.tasks:
             self._dispatch()
             self.changed.clear()
+            # Not wait_for, which in Python 3.11 loses a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), timeout=self._nap())
+                async with asyncio.timeout(self._nap()):
+                    await self.changed.wait()
             if self.failure is not None:
                 raise self.failure
             self._look_around()
