@@ -44,7 +44,7 @@ HEALTH_SECONDS = 60.0
 LEAST_RATE = 8.0
 """Tokens a second below which a single answer is taken for lost: a 32k-token answer at 30 tokens/s takes 18 minutes."""
 RECENT_SECONDS = 60.0
-"""Time over which an endpoint's tokens a second are measured."""
+"""Seconds of work after which older ones count less in an endpoint's tokens a second."""
 LOOK_SECONDS = 0.2
 """Time between two looks at who is up."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -182,16 +182,14 @@ class Server:
         self.idle = [open_client(endpoint.url, endpoint.key)]
         self.flying: dict[asyncio.Task[None], Request] = {}
         self.tokens = 0
-        self.answers = 0
         self.up = endpoint.api is not None
         self.failures = 0
         self.pause = 1.0
         self.not_before = 0.0
         self.busy_since: float | None = None
         self.moved = self.looked = time.monotonic()
-        self._recent: deque[tuple[float, int]] = deque()
-        self._recent_tokens = 0
-        self._recent_since = self.moved
+        self._sampled = self._worked = 0.0
+        self._clock = self.moved
 
     @contextlib.contextmanager
     def client(self) -> Iterator[httpx.AsyncClient]:
@@ -221,32 +219,36 @@ class Server:
         return len(self.flying) < limits.requests and self.tokens + cost <= limits.tokens
 
     def rate(self) -> float:
-        """Tokens a second sampled lately; 0 while unknown."""
+        """Tokens a second sampled lately, while there was something in flight; 0 while unknown."""
+        self._tick()
+        return self._sampled / max(self._worked, 1e-3)
+
+    def _tick(self) -> None:
+        """Count the time since the last tick, if it was spent at work. Older work counts half, and half again."""
         now = time.monotonic()
-        while self._recent and self._recent[0][0] < now - RECENT_SECONDS:
-            self._recent_since, sampled = self._recent.popleft()
-            self._recent_tokens -= sampled
-        return self._recent_tokens / max(now - self._recent_since, 1e-3)
+        if self.flying:
+            self._worked += now - self._clock
+        self._clock = now
+        if self._worked > RECENT_SECONDS:
+            self._sampled, self._worked = self._sampled / 2, self._worked / 2
 
     def took(self, task: "asyncio.Task[None]", request: Request) -> None:
         """A request went there."""
+        self._tick()
         if not self.flying:
             self.moved = time.monotonic()
-            if not self._recent:
-                self._recent_since = self.moved
         self.flying[task] = request
         self.tokens += cost_of(request)
 
     def left(self, task: "asyncio.Task[None]") -> None:
         """A request is there no longer."""
+        self._tick()
         self.tokens -= cost_of(self.flying.pop(task))
 
     def answered(self, sampled: int) -> None:
         """An answer of `sampled` tokens came."""
         self.moved = time.monotonic()
-        self._recent.append((self.moved, sampled))
-        self._recent_tokens += sampled
-        self.answers += 1
+        self._sampled += sampled
         self.failures, self.pause, self.busy_since = 0, 1.0, None
 
     def stalled(self) -> bool:
@@ -436,8 +438,10 @@ class Flight:
         while self.waiting or self.tasks:
             self._dispatch()
             self.changed.clear()
+            # Not wait_for, which in Python 3.11 loses a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), timeout=self._nap())
+                async with asyncio.timeout(self._nap()):
+                    await self.changed.wait()
             if self.failure is not None:
                 raise self.failure
             self._look_around()

@@ -4,6 +4,7 @@ Each is met before it gets requests: which model it serves, how long a context, 
 that gives none is refused, or, with ``engine.allow_retokenize``, used through text.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,8 +35,9 @@ from draftline.progress import say
 
 PROBE = ({"role": "user", "content": "Name three colours of the rainbow."},)
 PROBE_TOKENS = 8
-SENSELESS: Body = {"top_p": 7.0, "top_k": -7, "min_p": 7.0, "seed": "x"}
-"""Values that a server refuses if it knows the parameter."""
+SENSELESS: Body = {"top_k": -7, "min_p": 7.0, "seed": "x"}
+"""Values that a server refuses if it knows the parameter; temperature and top_p every server knows."""
+SGLANG_INFO = ("/server_info", "/get_server_info")
 MEETING_SECONDS = 120.0
 """Time for each question when an endpoint is met; a server may load the model upon the first."""
 
@@ -121,7 +123,8 @@ class OpenAIEngine(HttpEngine):
     async def _protocol(self, client: httpx.AsyncClient, endpoint: Endpoint, model: str) -> Api:
         """The first protocol that gives the ids that a greedy request sampled; text where that is allowed."""
         reasons = []
-        exact: tuple[Api, ...] = (OpenAITokens(model), SGLangGenerate())
+        stop_ids = tuple(self.manifest.eos_token_ids)
+        exact: tuple[Api, ...] = (OpenAITokens(model, stop_ids), SGLangGenerate(stop_ids))
         for api in exact:
             try:
                 await self._probe(client, replace(endpoint, api=api))
@@ -166,12 +169,16 @@ class OpenAIEngine(HttpEngine):
 
     async def _check_parameters(self, client: httpx.AsyncClient, endpoint: Endpoint) -> None:
         """Refuse an endpoint that ignores what the sampling needs. A parameter that may have any value is not known there."""
-        if self.sampling is None or self.sampling.greedy or isinstance(endpoint.api, SGLangGenerate):
+        if self.sampling is None or self.sampling.greedy:
             return
+        if await _draws_anew(client):
+            say(f"engine: {endpoint.url} runs without --enable-deterministic-inference: it does not heed seeds")
+        if isinstance(endpoint.api, SGLangGenerate):
+            return  # It refuses what it does not know.
         assert endpoint.api is not None
-        needed = {"top_p": self.sampling.top_p < 1, "top_k": self.sampling.top_k > 0, "min_p": self.sampling.min_p > 0}
+        needed = {"top_k": self.sampling.top_k > 0, "min_p": self.sampling.min_p > 0, "seed": True}
         request = Request("probe", self.chat.prompt_ids(PROBE), [], 1, seed=0)
-        for name in [*(name for name, is_needed in needed.items() if is_needed), "seed"]:
+        for name in (name for name, is_needed in needed.items() if is_needed):
             body = {**endpoint.api.body(request, self.sampling), name: SENSELESS[name]}
             try:
                 await post(client, endpoint.api.path, body, endpoint.key)
@@ -182,11 +189,21 @@ class OpenAIEngine(HttpEngine):
                     f"{endpoint.url}: does not know the sampling parameter {name} (any value passes), so its answers would"
                     f" not be sampled as completions.sampling says; leave {name} out, or use another server"
                 )
-            say(f"engine: {endpoint.url} does not heed seeds: answers there cannot be sampled again")
+            say(f"engine: {endpoint.url} does not know seeds")
 
 
 class _NotSpokenError(Exception):
     """An endpoint does not speak a protocol."""
+
+
+async def _draws_anew(client: httpx.AsyncClient) -> bool:
+    """Whether a server is an SGLang that takes seeds and does not use them."""
+    for path in SGLANG_INFO:
+        with contextlib.suppress(httpx.TransportError, ValueError, AttributeError):
+            reply = await client.get(path)
+            if reply.status_code == 200:
+                return orjson.loads(reply.content).get("enable_deterministic_inference") is False
+    return False
 
 
 def versions(settings: Mapping[str, Any]) -> str:
@@ -201,7 +218,7 @@ def versions(settings: Mapping[str, Any]) -> str:
 
 
 def _version(client: httpx.Client) -> str:
-    for name, path in (("vllm", "/version"), ("sglang", "/server_info"), ("sglang", "/get_server_info")):
+    for name, path in (("vllm", "/version"), *(("sglang", path) for path in SGLANG_INFO)):
         try:
             reply = client.get(path)
             if reply.status_code == 200:

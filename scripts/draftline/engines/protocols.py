@@ -42,13 +42,15 @@ class Api(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class SGLangGenerate:
     """SGLang's own ``/generate``: ids in and out, and the id that stopped.
 
-    A draw depends on seed and position, so a continued row is the row that was never cut. SGLang heeds seeds only with
+    `stop_ids` are the target's, of which a server may know only some. A draw depends on seed and position, so a continued row is the row that was never cut. SGLang heeds seeds only with
     ``--enable-deterministic-inference``.
     """
 
+    stop_ids: tuple[int, ...] = ()
     path = "/generate"
     health = "/health"
 
@@ -57,6 +59,7 @@ class SGLangGenerate:
             "max_new_tokens": request.max_new_tokens,
             **_drawn(sampling),
             "sampling_seed": request.seed,
+            "stop_token_ids": list(self.stop_ids),
             "skip_special_tokens": False,
         }
         return {"input_ids": context(request), "sampling_params": parameters}
@@ -68,9 +71,13 @@ class SGLangGenerate:
 
 @dataclass(frozen=True)
 class OpenAITokens:
-    """``/v1/completions`` with ids as prompt and ``return_token_ids``: vLLM's extension, which SGLang has too."""
+    """``/v1/completions`` with ids as prompt and ``return_token_ids``: vLLM's extension, which SGLang has too.
+
+    `stop_ids` are the target's, of which a server may know only some.
+    """
 
     model: str
+    stop_ids: tuple[int, ...] = ()
     path = "/v1/completions"
     health = "/health"
 
@@ -81,6 +88,7 @@ class OpenAITokens:
             "max_tokens": request.max_new_tokens,
             **_drawn(sampling),
             "seed": _seed(request),
+            "stop_token_ids": list(self.stop_ids),
             "return_token_ids": True,
             "skip_special_tokens": False,
         }
