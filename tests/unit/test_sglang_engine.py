@@ -92,7 +92,9 @@ def test_rows_are_what_the_server_sampled_and_it_is_gone_afterwards(place, chat,
 def test_a_server_killed_or_hung_mid_shard_is_replaced_and_finished_rows_are_kept(place, chat, tiny_target, how):
     def strike() -> None:
         until(lambda: stored(place) == 3, "three finished rows")
-        os.kill(pid(place), how)
+        first = pid(place)
+        os.kill(first, how)
+        until(lambda: not lives(first), "the first server's end")
         (place / "go").touch()
 
     striker = threading.Thread(target=strike)
@@ -201,6 +203,7 @@ def stored(place: Path) -> int:
 def test_the_command_line_says_what_the_config_says(tmp_path, tiny_target):
     how = {"tensor_parallel": 2, "memory_fraction": 0.8, "flags": ["--speculative-num-steps", 3]}
     engine = sglang.SGLangEngine(tiny_target.manifest, run_options(tmp_path, **how))
+    assert engine.api.stop_ids == tuple(tiny_target.manifest.eos_token_ids)
     words = engine.server.program.command(4000, Path("/key.yaml"))
     assert words[:5] == [str(tmp_path / "python"), "-m", "sglang.launch_server", "--config", "/key.yaml"]
     given = dict(zip(words[3::2], words[4::2]))

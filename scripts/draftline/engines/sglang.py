@@ -33,7 +33,6 @@ DEATHS = 3
 """Servers of one job that may end or hang while they serve; with the last one the job ends."""
 ASK_SECONDS = 600.0
 """Time for the first answer, which may wait for compilers; the stall watchdog is there for a server that hangs."""
-API = SGLangGenerate()
 
 
 class ServerGone(DraftlineError):  # noqa: N818 - what happened, not what is wrong with the caller
@@ -45,6 +44,7 @@ class SGLangEngine:
 
     def __init__(self, manifest: Manifest, run: Mapping[str, Any]) -> None:
         self.manifest, self.engine = manifest, run["engine"]
+        self.api = SGLangGenerate(tuple(manifest.eos_token_ids))
         on_gpus = run["device"] == "cuda"
         program = Program(
             "sglang",
@@ -96,7 +96,7 @@ class SGLangEngine:
         say(f"sglang: starting a server; its log is {self.server.log}")
         self.server.start(self._ask)
         say(f"sglang: the server answers after {time.monotonic() - started:.0f} s")
-        endpoint = Endpoint(self.server.url, API, self.server.key)
+        endpoint = Endpoint(self.server.url, self.api, self.server.key)
         limits = Limits(tokens=self.engine["tokens"])
         self._client = self._open.enter_context(HttpEngine([endpoint], self.checks, limits, watch=self._look))
 
@@ -124,15 +124,15 @@ class SGLangEngine:
         question = Request("ready", self.manifest.eos_token_ids[:1], [], 1, 0)
         try:
             reply = httpx.post(
-                f"{self.server.url}{API.path}",
-                json=API.body(question, Sampling()),
+                f"{self.server.url}{self.api.path}",
+                json=self.api.body(question, Sampling()),
                 headers={"Authorization": f"Bearer {self.server.key}"},
                 timeout=ASK_SECONDS,
                 trust_env=False,
             )
             if reply.status_code != 200:
                 return f"{reply.status_code} {reply.text[:200]}"
-            finish = API.answer(question, reply.json()).finish
+            finish = self.api.answer(question, reply.json()).finish
             return None if finish in ("stop", "length") else f"finish reason {finish}"
         except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
             return f"{type(error).__name__} {error}"
