@@ -112,7 +112,8 @@ class Server:
                     return
                 if not ADDRESS_IN_USE.search(self._words()):
                     raise DraftlineError(self.failure)
-                self.end()
+                if held := self.end():
+                    raise DraftlineError(f"{self.program.name}: no other server can start: {'; '.join(held)}")
                 say(f"{self.program.name}: port {self.port} was taken meanwhile; trying another one")
             raise DraftlineError(f"{self.program.name}: {PORTS} ports were taken one after the other\n{self.failure}")
         except BaseException:

@@ -177,6 +177,15 @@ def test_ports_that_are_always_taken_end_the_start(make, monkeypatch):
             made.start(lambda: asks(made))
 
 
+def test_no_other_port_is_tried_while_the_memory_is_held(make, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as owner:
+        monkeypatch.setattr(server, "free_port", lambda: owner.getsockname()[1])
+        monkeypatch.setattr(Server, "_held", lambda self: ["GPU 0 has 40.0 GiB in use"])
+        made = make()
+        with pytest.raises(DraftlineError, match="fake: no other server can start: GPU 0 has 40"):
+            made.start(lambda: asks(made))
+
+
 def test_a_server_that_ends_while_it_starts_is_an_error_with_its_last_words_and_is_not_tried_again(make):
     made = make("crashes")
     with pytest.raises(DraftlineError) as caught:

@@ -61,6 +61,7 @@ class SGLangEngine:
         self._client: HttpEngine | None = None
 
     def __enter__(self) -> Self:
+        say(f"sglang: {version(self.engine)}, {interpreter(self.engine)}")
         self.server.log.unlink(missing_ok=True)
         self._start()
         return self
