@@ -18,10 +18,10 @@ def planned(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     monkeypatch.setattr(plan, "planned", lambda: {"settings": {}})
 
-    def make(engine, **sections):
+    def make(kind, **sections):
         config = yaml.safe_load((ROOT / "config.yaml").read_text())
         config["run"]["device"] = "cuda"
-        config["completions"]["engine"] = engine
+        config["completions"]["engine"] = kind
         config.update(copy.deepcopy(sections))
         validate(config, str(SCHEMA))
         return plan.Plan(config, tmp_path, [], main=False)
