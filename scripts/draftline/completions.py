@@ -139,7 +139,7 @@ def complete(
     if config["engine"] == "dataset":
         records = _recorded(rows, chat, config, what)
     else:
-        prompts = [_prompt(row, chat, config) for row in rows]
+        prompts = [as_prompt(row, chat, config) for row in rows]
         records = _generated(prompts, chat, manifest, config, run, what)
     found = {}
     for record in records:
@@ -158,7 +158,8 @@ def _hash(*values: object) -> int:
     return int(provenance.digest(list(values)), 16) >> 1
 
 
-def _prompt(row: Mapping[str, Any], chat: Chat, config: Mapping[str, Any]) -> Prompt:
+def as_prompt(row: Mapping[str, Any], chat: Chat, config: Mapping[str, Any]) -> Prompt:
+    """A row of prompts.parquet as the engine gets it. `config` is the ``completions`` part of the config."""
     row_id, extend = row["id"], config["extend"]
     thinking = share_holds("thinking", row_id, config["thinking"])
     limit = config["max_new_tokens"]

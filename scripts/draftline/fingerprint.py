@@ -15,6 +15,7 @@ OUTSIDE = frozenset(
     for name in (
         "activity",
         "cli",
+        "engines.client",
         "errors",
         "fingerprint",
         "gpus",

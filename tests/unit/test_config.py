@@ -7,7 +7,7 @@ import pytest
 import yaml
 from snakemake.utils import validate
 
-from draftline.config import check, check_schema
+from draftline.config import check, check_benchmarks, check_schema
 from draftline.errors import DraftlineError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -18,6 +18,7 @@ def checked(change=None):
     config = yaml.safe_load((ROOT / "config.yaml").read_text())
     (change or (lambda config: None))(config)
     check_schema(config, yaml.safe_load(SCHEMA.read_text()))
+    check_benchmarks(config, yaml.safe_load(SCHEMA.read_text()))
     validate(config, str(SCHEMA))
     check(config)
     return config
@@ -68,6 +69,16 @@ def test_presets_are_right(preset):
         ("segments", 1000, "segments: 1000: drafter demo has only"),
         ("completions.engine", "sglang", "run.device: cpu: engine sglang works on GPUs that the job leases"),
         ("engine.memory_fraction", 1, "engine.memory_fraction: 1: "),
+        ("engine.endpoints", [{"url": "gpu7:8000"}], "engine.endpoints.0.url: 'gpu7:8000': "),
+        ("engine_benchmarks.a", {"concurrency": [4]}, "engine_benchmarks.a: engine is missing"),
+        ("engine_benchmarks.a", {"engine": "dataset"}, "engine_benchmarks.a.engine: 'dataset': "),
+        (
+            "engine_benchmarks.a",
+            {"engine": "openai", "flgs": []},
+            "engine_benchmarks.a.flgs: no such key; known",
+        ),
+        ("engine_benchmarks.a", {"engine": "openai", "tokens": 0}, "engine_benchmarks.a.tokens: 0: "),
+        ("engine_benchmarks.a", {"engine": "sglang"}, "run.device: cpu: engine sglang works on GPUs"),
         ("engine.stall_seconds", 0, "engine.stall_seconds: 0: "),
     ],
 )

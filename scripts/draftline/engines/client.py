@@ -48,6 +48,7 @@ RECENT_SECONDS = 60.0
 LOOK_SECONDS = 0.2
 """Time between two looks at who is up."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Hosts that are never reached through a proxy."""
 
 Yield = Callable[[tuple[Request, Result]], None]
 
@@ -110,16 +111,23 @@ def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
+def address(url: str, key: str | None) -> dict[str, Any]:
+    """What a client of httpx must know to reach a server."""
+    return {
+        "base_url": url,
+        "headers": {"Authorization": f"Bearer {key}"} if key else {},
+        "verify": _certificates(),
+        "trust_env": urlsplit(url).hostname not in LOOPBACK,
+    }
+
+
 def open_client(url: str, key: str | None) -> httpx.AsyncClient:
-    """A client for one server. Loopback is never reached through a proxy."""
+    """A client for one server."""
     return httpx.AsyncClient(
-        base_url=url,
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+        **address(url, key),
         # An idle connection goes before the server ends it (uvicorn: after 5 s), so that none is used while it does.
         limits=httpx.Limits(keepalive_expiry=2.0),
-        verify=_certificates(),
         timeout=httpx.Timeout(None, connect=10.0, write=60.0),
-        trust_env=urlsplit(url).hostname not in LOOPBACK,
     )
 
 

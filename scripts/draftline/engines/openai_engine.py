@@ -24,6 +24,7 @@ from draftline.engines.client import (
     HttpEngine,
     Limits,
     ServerRefusedError,
+    address,
     ask,
     open_client,
     post,
@@ -210,9 +211,8 @@ def versions(settings: Mapping[str, Any]) -> str:
     """What the endpoints say of their software, ``vllm 0.11.0, sglang 0.5.17``; those that do not are counted as ``unknown``."""
     found = set()
     for entry in settings["endpoints"]:
-        url, key = _root(entry["url"]), _key(entry)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        with httpx.Client(base_url=url, headers=headers, timeout=10.0) as client:
+        key = os.environ.get(entry.get("api_key_env", ""))
+        with httpx.Client(**address(_root(entry["url"]), key), timeout=10.0) as client:
             found.add(_version(client))
     return ", ".join(sorted(found)) or "unknown"
 
