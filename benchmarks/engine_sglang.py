@@ -192,14 +192,14 @@ def kill(options: argparse.Namespace) -> None:
     (job,) = [p for p in psutil.Process(run.pid).children(recursive=True) if is_job(p)]
     family = job.children(recursive=True)
     job.kill()
-    run.wait()
-    left = stored()
     started = time.monotonic()
     while alive := [process for process in family if is_alive(process)]:
         if time.monotonic() - started > 60:
             sys.exit(f"still alive a minute after the job: {alive}")
         time.sleep(0.05)
     server_end = time.monotonic() - started
+    run.wait()
+    left = stored()
     finish(str(COMPLETIONS))
     counts, made = stored(), provenance.read_parquet(COMPLETIONS)
     tell(

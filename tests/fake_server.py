@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         while "holds" in WORDS and number > 4 and not (FOLDER / "go").exists():
             time.sleep(0.02)
         wanted = question["sampling_params"]["max_new_tokens"]
-        ids = [10 + (sum(question["input_ids"]) + n) % 50 for n in range(wanted)]
+        ids = [100 + (sum(question["input_ids"]) + n) % 50 for n in range(wanted)]
         finish = {"type": "length", "length": wanted}
         with open(FOLDER / "answered.jsonl", "a") as file:
             file.write(f"{question['input_ids']}\n")

@@ -81,7 +81,7 @@ def place(tmp_path, monkeypatch) -> Path:
 def test_rows_are_what_the_server_sampled_and_it_is_gone_afterwards(place, chat, tiny_target):
     table = complete(ROWS, chat, tiny_target.manifest, SGLANG, run_options(place))
     for row in table.to_pylist():
-        assert row["completion_ids"] == [10 + (sum(row["prompt_ids"]) + n) % 50 for n in range(24)]
+        assert row["completion_ids"] == [100 + (sum(row["prompt_ids"]) + n) % 50 for n in range(24)]
         assert (row["finish_reason"], row["attempts"]) == ("length", 1)
     assert sorted(asked(place)) == sorted(tuple(row["prompt_ids"]) for row in table.to_pylist())
     assert not lives(pid(place))
