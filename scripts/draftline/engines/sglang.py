@@ -27,7 +27,6 @@ from draftline.gpus import Nvml
 from draftline.manifest import Manifest
 from draftline.progress import say
 from draftline.server import HOST, Program, Server
-from draftline.sources import locate
 
 DEATHS = 3
 """Servers of one job that may end or hang while they serve; with the last one the job ends."""
@@ -160,7 +159,8 @@ class SGLangEngine:
 
 def interpreter(engine: Mapping[str, Any]) -> Path:
     """The Python that has SGLang. Raises DraftlineError where there is none."""
-    path = locate(engine["python"], SCRIPTS.parent)
+    here = Path(engine["python"])
+    path = here if here.exists() else SCRIPTS.parent / here
     if not path.exists():
         raise DraftlineError(
             f"config: engine.python: {path}: no such interpreter; make one that has SGLang by: make env-sglang"
