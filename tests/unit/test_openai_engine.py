@@ -138,7 +138,10 @@ def test_text_is_taken_only_for_the_prompt_that_the_server_saw(chat):
     assert (answer.ids, answer.retokenized) == ([*chat.encode(" red, blue"), 4059], True)
     assert answer.prompt_ids == chat.encode(body["prompt"])
     other = api.answer(request, {"choices": [choice], "usage": {"prompt_tokens": seen + 1}})
-    assert other.prompt_ids != answer.prompt_ids, "a server that adds a token of its own"
+    assert len(other.prompt_ids) == seen + 1, "a server that adds a token of its own"
+    cut = {"text": " red, blu\ufffd", "finish_reason": "length"}
+    answer = api.answer(request, {"choices": [cut], "usage": {"prompt_tokens": seen}})
+    assert answer.ids == chat.encode(" red, blu")
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +156,7 @@ def server(tiny_target, tmp_path_factory):
 def expected(row, chat):
     """A row of engine `transformers` as it comes back through text: tokenized again, and cut at the same limit."""
     if row["finish_reason"] == "length":
-        return chat.encode(chat.decode(row["completion_ids"]))[: CONFIG["max_new_tokens"]]
+        return chat.encode(chat.decode(row["completion_ids"]).rstrip("\ufffd"))[: CONFIG["max_new_tokens"]]
     ids = [*chat.encode(chat.decode(row["completion_ids"][:-1])), row["completion_ids"][-1]]
     return ids[: CONFIG["max_new_tokens"]]
 

@@ -546,7 +546,7 @@ class Flight:
             elif server not in self.looks and self._is_due(server, now):
                 look = asyncio.get_running_loop().create_task(self._look(server))
                 self.looks[server] = look
-                look.add_done_callback(lambda _, server=server: self.looks.pop(server))  # type: ignore[misc]
+                look.add_done_callback(functools.partial(self._looked, server))
         if any(server.up for server in self.servers):
             self.last_up = now
         elif now - self.last_up > self.limits.down_seconds:
@@ -572,8 +572,11 @@ class Flight:
                 self._drop(server, str(failed))
             else:
                 server.postpone()
-        except DraftlineError as error:
-            self.failure = error
+
+    def _looked(self, server: Server, look: "asyncio.Task[None]") -> None:
+        del self.looks[server]
+        if not look.cancelled() and look.exception() is not None:
+            self.failure = self.failure or look.exception()
         self.changed.set()
 
     def _drop(self, server: Server, reason: str) -> None:

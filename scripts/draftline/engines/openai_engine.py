@@ -183,7 +183,7 @@ class OpenAIEngine(HttpEngine):
             body = {**endpoint.api.body(request, self.sampling), name: SENSELESS[name]}
             try:
                 await post(client, endpoint.api.path, body, endpoint.key)
-            except (ServerRefusedError, FailedError):
+            except (ServerRefusedError, FailedError, BusyError):
                 continue
             if name != "seed":
                 raise DraftlineError(

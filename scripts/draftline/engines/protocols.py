@@ -144,15 +144,18 @@ class OpenAIText:
 
     def answer(self, request: Request, reply: Mapping[str, Any]) -> Answer:
         (choice,) = reply["choices"]
-        ids, finish = self.text.encode(choice["text"]), choice["finish_reason"]
+        text, finish = choice["text"], choice["finish_reason"]
+        if finish == "length":
+            text = text.rstrip("\ufffd")  # The last character was cut in two, and its first half is no text.
+        ids = self.text.encode(text)
         if finish == "stop":
             ids = [*ids, self.stop_id]
         return Answer(ids, finish, prompt_ids=self._seen(request, reply["usage"]["prompt_tokens"]), retokenized=True)
 
     def _seen(self, request: Request, count: int) -> list[int]:
-        """The prompt's ids as the server must have made them from its text: by the same tokenizer, and as many."""
+        """The prompt's ids as the server must have made them from its text; -1 for each of another number of them."""
         ids = self.text.encode(self.text.decode(context(request)))
-        return ids if len(ids) == count else []
+        return ids if len(ids) == count else [-1] * count
 
 
 def context(request: Request) -> list[int]:
