@@ -4,7 +4,8 @@
 # make report  the report, and its path
 # make gpus    this machine's GPUs, and who holds them
 # make window  the GPU jobs in a maintenance window of the config's service (docs/maintenance.md)
-# make clean   the environment; results/ stays
+# make env-sglang  .venv-sglang, the environment of engine sglang's server (docs/engines.md)
+# make clean   the environments; results/ stays
 #
 # ARGS goes to Snakemake: make run ARGS="--configfile presets/qwen3-8b.yaml"
 
@@ -15,9 +16,10 @@ ARGS ?=
 # A stamp's name holds its requirements' checksum: an edit installs again, a touch does not.
 sum = $(shell cat $(1) | cksum | tr ' ' '-')
 CPU := .venv/cpu-$(call sum,envs/cpu.txt envs/constraints.txt)
+SGLANG := .venv-sglang/made-$(call sum,envs/sglang.txt envs/sglang-constraints.txt)
 TEST := .venv/test-$(call sum,envs/cpu.txt envs/test.txt envs/constraints.txt)
 
-.PHONY: run report gpus window test check clean
+.PHONY: run report gpus window env-sglang test check clean
 
 run: $(CPU)
 	@$(BIN)/python scripts/unlock.py
@@ -35,6 +37,8 @@ gpus: $(CPU)
 window: $(CPU)
 	@$(BIN)/python scripts/maintenance.py -- $(ARGS)
 
+env-sglang: $(SGLANG)
+
 test: $(TEST)
 	# Two processes, a file each: tests use one thread.
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -47,7 +51,7 @@ check: $(TEST)
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-sglang
 
 $(CPU):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Draftline needs Python 3.11 or newer; name one: make run PYTHON=/path/to/python3.11")'
@@ -57,6 +61,12 @@ $(CPU):
 		--extra-index-url https://download.pytorch.org/whl/cpu
 	$(BIN)/python -m pip install --quiet -r envs/cpu.txt
 	@rm -f .venv/cpu-*
+	@touch $@
+
+$(SGLANG):
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet -r envs/sglang.txt
+	@rm -f .venv-sglang/made-*
 	@touch $@
 
 $(TEST): $(CPU)

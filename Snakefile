@@ -9,6 +9,7 @@ include: "rules/common.smk"
 include: "rules/target.smk"
 include: "rules/prompts.smk"
 include: "rules/completions.smk"
+include: "rules/engine_benchmark.smk"
 include: "rules/tokens.smk"
 include: "rules/hidden_states.smk"
 include: "rules/train.smk"
@@ -27,6 +28,7 @@ EVERYTHING = [
     DRAFTERS,
     BENCHES,
     EVALUATIONS,
+    ENGINE_BENCHMARKS,
     REPORT,
 ]
 

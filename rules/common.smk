@@ -45,6 +45,7 @@ PARTS = [f"{part:04d}" for part in range(config["hidden_states"]["parts_per_shar
 SEGMENTS = list(range(1, config["segments"] + 1))
 MODELS = list(config["drafters"])
 SETS = list(config["benches"])
+BENCHMARKED = list(config["engine_benchmarks"])
 THREADS = config["run"]["threads"]
 
 
@@ -54,6 +55,7 @@ wildcard_constraints:
     segment=r"\d+",
     drafter="|".join(MODELS),
     bench="|".join(SETS),
+    name="|".join(BENCHMARKED),
     baseline="untrained|unigram",
 
 
@@ -77,12 +79,12 @@ def settings(rule, per=None):
     return PLAN.settings(rule, per)
 
 
-def command(rule):
-    """Command line of a rule's script, with the options that do not change its result.
+def command(rule, entry=None):
+    """Command line of a rule's script, with the options that do not change its result, of one `entry` where they differ.
 
     It takes the place of its shell: a shell between would die of the SIGTERM upon which the command still saves its work.
     """
-    options = json.dumps(PLAN.run_options(rule))
+    options = json.dumps(PLAN.run_options(rule, entry))
     return shlex.join(["exec", sys.executable, str(WORKFLOW / "scripts" / f"{rule}.py"), "--run", options])
 
 

@@ -119,6 +119,7 @@ class Command:
 
     def _run(self, work: Callable[[Job], None], options: dict[str, Any]) -> NoReturn:
         log_path = options.pop("log")
+        options["run"] = {**options["run"], "log": log_path}  # A server that the job starts has its log beside.
         terminal = _open_log(log_path)
         started = time.time()
         try:

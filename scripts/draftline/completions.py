@@ -6,6 +6,7 @@
 (``job.config["completions"]``), `run` the job's ``job.run``. The table has `COMPLETIONS_SCHEMA`, in the order of `rows`.
 """
 
+import dataclasses
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ COMPLETIONS_SCHEMA = pyarrow.schema(
         ("attempts", pyarrow.int32()),
         ("seed", pyarrow.int64()),
         ("assistant_spans", pyarrow.list_(pyarrow.int32())),
+        ("retokenized", pyarrow.bool_()),
     ]
 )
 ATTEMPTS = 4
@@ -77,11 +79,17 @@ def make_completions(
     facts = {
         "sampling": config["sampling"],
         "engine": config["engine"],
-        "engine_version": engine_version(config["engine"]),
+        "engine_version": engine_version(config["engine"], run),
         "counts": count(table),
+        "retokenized": count_retokenized(table),
     }
     provenance.write_parquet(output, table, record, facts)
     say(f"{output}: {total_counts(table) or 'no prompts'}")
+
+
+def count_retokenized(table: pyarrow.Table) -> int:
+    """Rows whose ids are not those that were sampled: they were made from a server's text."""
+    return sum(map(bool, table["retokenized"].to_pylist()))
 
 
 def bench_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,6 +103,7 @@ def bench_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "seed": 0,
         "thinking": float(evaluate["thinking"]),
         "loop": config["completions"]["loop"],
+        "allow_retokenize": config["completions"].get("allow_retokenize", False),
     }
 
 
@@ -108,7 +117,10 @@ def count(table: pyarrow.Table) -> dict[str, dict[str, int]]:
 
 def total_counts(table: pyarrow.Table) -> str:
     """Rows by status, in words."""
-    return ", ".join(f"{number} {name}" for name, number in Counter(table["status"].to_pylist()).most_common())
+    words = [f"{number} {name}" for name, number in Counter(table["status"].to_pylist()).most_common()]
+    if retokenized := count_retokenized(table):
+        words.append(f"{retokenized} of them retokenized")
+    return ", ".join(words)
 
 
 def complete(
@@ -127,7 +139,7 @@ def complete(
     if config["engine"] == "dataset":
         records = _recorded(rows, chat, config, what)
     else:
-        prompts = [_prompt(row, chat, config) for row in rows]
+        prompts = [as_prompt(row, chat, config) for row in rows]
         records = _generated(prompts, chat, manifest, config, run, what)
     found = {}
     for record in records:
@@ -146,7 +158,8 @@ def _hash(*values: object) -> int:
     return int(provenance.digest(list(values)), 16) >> 1
 
 
-def _prompt(row: Mapping[str, Any], chat: Chat, config: Mapping[str, Any]) -> Prompt:
+def as_prompt(row: Mapping[str, Any], chat: Chat, config: Mapping[str, Any]) -> Prompt:
+    """A row of prompts.parquet as the engine gets it. `config` is the ``completions`` part of the config."""
     row_id, extend = row["id"], config["extend"]
     thinking = share_holds("thinking", row_id, config["thinking"])
     limit = config["max_new_tokens"]
@@ -189,8 +202,10 @@ def _generated(
     for prompt in prompts:
         _check_prompt(prompt, manifest)
     sampling = Sampling(**config["sampling"])
-    with RowStore(_answer_settings(manifest, config, sampling)) as store:
-        stored = store.find({prompt.id: prompt.ids for prompt in prompts})
+    settings = _answer_settings(manifest, config, sampling)
+    # Apart, so that rows made from text are there for those only who allow them.
+    with RowStore(settings) as store, RowStore({**settings, "retokenized": True}) as texts:
+        stored = _stored(prompts, store, texts if config.get("allow_retokenize") else None)
         pending: dict[str, Prompt] = {}
         for prompt in prompts:
             row = stored.get(prompt.id)
@@ -206,7 +221,7 @@ def _generated(
         if not pending:
             return
         tally, reason = Tally(what, len(pending)), "no answer"
-        with open_engine(config["engine"], manifest, run) as engine:
+        with open_engine(config["engine"], manifest, run, chat) as engine:
             for attempt in range(1, ATTEMPTS + 1):
                 if attempt > 1:
                     say(f"{what}: {len(pending)} rows failed ({reason}); try {attempt} of {ATTEMPTS}")
@@ -218,9 +233,11 @@ def _generated(
                         continue
                     prompt = pending.pop(request.id)
                     row = _row(request, result.ids, prompt.limit, chat.eos_token_ids, attempt)
+                    begun = stored.get(prompt.id)
+                    row = dataclasses.replace(row, retokenized=result.retokenized or bool(begun and begun.retokenized))
                     record = _record(prompt, prompt.ids, row, chat, config)
                     _check_mask_token(record, manifest)
-                    store.add(prompt.id, prompt.ids, row)
+                    (texts if row.retokenized else store).add(prompt.id, prompt.ids, row)
                     tally.add(len(result.ids), record["status"])
                     yield record
                 if not pending:
@@ -228,6 +245,19 @@ def _generated(
         for prompt in pending.values():
             tally.add(0, "error")
             yield _record(prompt, prompt.ids, None, chat, config)
+
+
+def _stored(prompts: Sequence[Prompt], store: RowStore, texts: RowStore | None) -> dict[str, Row]:
+    """Rows that are known already, by id; one made from text (in `texts`) only where no row as sampled is as complete."""
+    wanted = {prompt.id: prompt.ids for prompt in prompts}
+    found = store.find(wanted)
+    if texts is not None:
+        limits = {prompt.id: prompt.limit for prompt in prompts}
+        for row_id, row in texts.find(wanted).items():
+            known = found.get(row_id)
+            if known is None or (row.complete(limits[row_id]) and not known.complete(limits[row_id])):
+                found[row_id] = dataclasses.replace(row, retokenized=True)
+    return found
 
 
 class Tally:
@@ -288,6 +318,7 @@ def _record(
         "attempts": row.attempts if row else ATTEMPTS,
         "seed": prompt.seed,
         "assistant_spans": [len(prompt_ids), len(prompt_ids) + len(ids)],
+        "retokenized": None if row is None or config["engine"] == "dataset" else row.retokenized,
     }
 
 

@@ -6,10 +6,13 @@ Every complaint names the key by its path, the value, and what to do.
 from collections.abc import Mapping
 from typing import Any
 
+from draftline.engines import sglang_flags
 from draftline.errors import DraftlineError
 from draftline.layers import layer_ids
 
 RESERVED_DRAFTERS = ("untrained", "unigram")
+OF_BENCHMARK = ("engine", "concurrency", "prompts")
+"""Keys of an entry of engine_benchmarks that are its own; all others take the place of a key of section `engine`."""
 
 
 def check_schema(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
@@ -41,6 +44,27 @@ def check_schema(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
         ways = " | ".join("+".join(way["required"]) for way in error.validator_value)
         raise DraftlineError(f"config: {key}: needs exactly one of: {ways}")
     raise DraftlineError(f"config: {key}: {error.instance!r}: {error.message}; see config.yaml's comment on this key")
+
+
+def check_benchmarks(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    """Raise DraftlineError for the first key of engine_benchmarks that section `engine` would not have."""
+    engine = schema["properties"]["engine"]
+    overrides = {name: _overrides(entry) for name, entry in config.get("engine_benchmarks", {}).items()}
+    entries = {"properties": dict.fromkeys(overrides, engine)}
+    check_schema(
+        {"engine_benchmarks": overrides}, {"$defs": schema["$defs"], "properties": {"engine_benchmarks": entries}}
+    )
+
+
+def benchmark(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An entry of engine_benchmarks, with ``settings``: section `engine` as it is for this entry."""
+    entry = config["engine_benchmarks"][name]
+    own = {key: entry[key] for key in OF_BENCHMARK}
+    return {**own, "settings": {**config["engine"], **_overrides(entry)}}
+
+
+def _overrides(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in OF_BENCHMARK}
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -76,6 +100,11 @@ def check(config: Mapping[str, Any]) -> None:
             raise DraftlineError(
                 f"config: mask_gate.waive: {waiver['source']}: no such source; known: {', '.join(sources)}"
             )
+    if config["completions"]["engine"] == "sglang":
+        _check_sglang(config["engine"], config["run"])
+    for name in config["engine_benchmarks"]:
+        if (entry := benchmark(config, name))["engine"] == "sglang":
+            _check_sglang(entry["settings"], config["run"])
     parts = config["shards"] * config["hidden_states"]["parts_per_shard"]
     for name, drafter in config["drafters"].items():
         if config["segments"] > parts * drafter["epochs"]:
@@ -83,3 +112,17 @@ def check(config: Mapping[str, Any]) -> None:
                 f"config: segments: {config['segments']}: drafter {name} has only {parts * drafter['epochs']} part visits"
                 f" ({parts} parts x {drafter['epochs']} epochs); lower segments"
             )
+
+
+def _check_sglang(engine: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    if run["device"] != "cuda":
+        raise DraftlineError(
+            f"config: run.device: {run['device']}: engine sglang works on GPUs that the job leases; set run.device: cuda"
+        )
+    needed, given = sglang_flags.gpus(engine), run["completions"].get("gpus")
+    if given not in (None, needed):
+        raise DraftlineError(
+            f"config: run.completions.gpus: {given}: engine sglang takes tensor_parallel x data_parallel = {needed}; leave it out"
+        )
+    if reason := sglang_flags.refused(engine):
+        raise DraftlineError(f"config: {reason}")

@@ -13,12 +13,16 @@ SCRIPTS = Path(__file__).resolve().parent.parent
 OUTSIDE = frozenset(
     f"draftline.{name}"
     for name in (
+        "activity",
         "cli",
+        "engines.client",
         "errors",
         "fingerprint",
         "gpus",
         "preflight",
+        "processes",
         "progress",
+        "server",
         "settings",
         "slurm",
         "staleness",

@@ -24,8 +24,9 @@ from typing import Any
 
 from draftline.errors import DraftlineError
 from draftline.fingerprint import SCRIPTS
+from draftline.processes import marked
 from draftline.provenance import replacing
-from draftline.service import LOG, Known, Service, end, end_marked, gpu_holders, marked, recall, remember, say
+from draftline.service import LOG, Known, Service, end, end_marked, gpu_holders, recall, remember, say
 
 FOLDER = LOG.parent
 STATE = FOLDER / "stopped.json"

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from draftline import gpus, maintenance, slurm, sources
-from draftline.config import check, check_schema
+from draftline.config import benchmark, check, check_benchmarks, check_schema
+from draftline.engines import sglang_flags
 from draftline.errors import DraftlineError
 from draftline.fingerprint import fingerprint
 from draftline.packages import OFFLINE
@@ -37,6 +38,7 @@ KEYS: dict[str, list[str]] = {
     "prompts": ["prompts", "shards"],
     "canary": ["canary", "completions", "tokens", "mask_gate"],
     "completions": ["completions"],
+    "engine_benchmark": [f"completions.{key}" for key in ("max_new_tokens", "extend", "sampling", "seed", "thinking")],
     "bench_completions": ["evaluate.max_new_tokens", "evaluate.thinking", "completions.loop"],
     "tokens": ["tokens"],
     "mask_gate_shard": ["mask_gate", "hidden_states.storage"],
@@ -66,6 +68,7 @@ KIND_OF_WORK = {
     "canary": "completions",
     "completions": "completions",
     "bench_completions": "completions",
+    "engine_benchmark": "completions",
     "hidden_states": "hidden_states",
     "hidden_states_gate": "hidden_states",
     "bench_hidden_states": "hidden_states",
@@ -74,6 +77,14 @@ KIND_OF_WORK = {
     "evaluate_baseline": "evaluate",
 }
 """Rules that share `run.{kind}` of the config; all others are light and run on the CPU."""
+NO_GPU_ENGINES = ("openai", "dataset")
+"""Engines that answer without a model in the job."""
+MEASURED = {
+    "transformers": (),
+    "openai": ("endpoints", "allow_retokenize", "tokens"),
+    "sglang": ("python", "tensor_parallel", "data_parallel", "memory_fraction", "flags", "tokens"),
+}
+"""Keys of section `engine` that a benchmark of an engine measures."""
 GROWING = ("mem_mb", "runtime")
 """Resources of which another attempt gets more."""
 DOWNLOADS = ("target", "bench_prompts")
@@ -84,9 +95,11 @@ def resolve(config: dict[str, Any], workflow: Path, validate: Callable[..., None
     """The config with defaults, checked. A job of a running workflow takes the one that its main process resolved."""
     if not main:
         return dict(planned()["config"])
-    schema = workflow / "schemas" / "config.schema.yaml"
-    check_schema(config, yaml.safe_load(schema.read_text(encoding="utf-8")))
-    validate(config, str(schema))
+    path = workflow / "schemas" / "config.schema.yaml"
+    schema = yaml.safe_load(path.read_text(encoding="utf-8"))
+    check_schema(config, schema)
+    check_benchmarks(config, schema)
+    validate(config, str(path))
     check(config)
     return config
 
@@ -168,7 +181,13 @@ class Plan:
 
     def _store_run(self) -> None:
         """Freeze config and settings for the jobs of this run, which may start when both have changed."""
-        entries = {None: [None], "drafter": self.config["drafters"], "bench": self.config["benches"]}
+        config = self.config
+        entries = {
+            None: [None],
+            "drafter": config["drafters"],
+            "bench": config["benches"],
+            "name": config["engine_benchmarks"],
+        }
         for rule in self.rules:
             for name, per in (item.of for item in rule.input if getattr(item, "kind", None) == "settings"):
                 for entry in entries[per]:
@@ -207,8 +226,10 @@ class Plan:
         if rule == "mask_gate_shard":
             part["tapped_layers"] = layers if isinstance(layers, int) else len(layers)
         if rule == "bench_completions":
-            engine = config["completions"]["engine"]
-            part["engine"] = "transformers" if engine == "dataset" else engine
+            part["engine"] = self._asked(rule)[0]
+        makes = rule in ("canary", "completions", "bench_completions")
+        if makes and self._asked(rule)[0] == "openai" and config["engine"]["allow_retokenize"]:
+            part["completions"]["allow_retokenize"] = True
         if rule == "train_segment":
             del part["drafters"][entry]["checkpoints"]
         if rule == "evaluate_baseline":
@@ -216,8 +237,13 @@ class Plan:
             shape = ("layers", "block_size", "heads", "kv_heads", "head_dim", "intermediate_size", "rope_theta",
                      "max_position_embeddings", "sliding_window", "layer_types", "seed")  # fmt: skip
             part["drafter"] = {key: drafters[name][key] for key in shape}
+        if rule == "engine_benchmark":
+            measured = benchmark(config, str(entry))
+            settings = {key: measured["settings"][key] for key in MEASURED[measured["engine"]]}
+            part["benchmark"] = {**measured, "settings": settings}
         if rule == "report":
-            part.update({key: value for key, value in config.items() if key not in ("run", "maintenance")})
+            outside = ("run", "maintenance", "engine", "engine_benchmarks")
+            part.update({key: value for key, value in config.items() if key not in outside})
 
     def _sources(self, rule: str, entry: str | None) -> dict[str, str]:
         cache = sources.DIGESTS
@@ -331,25 +357,52 @@ class Plan:
 
     # How to run -------------------------------------------------------------------------------------------------------
 
-    def run_options(self, rule: str) -> dict[str, Any]:
-        """Options of a rule that do not change its result: device, how many GPUs it must be given, limits of the preflight, batch size."""
+    def run_options(self, rule: str, entry: str | None = None) -> dict[str, Any]:
+        """Options of a rule that do not change its result: device, how many GPUs it must be given, limits of the preflight, batch size.
+
+        `entry` is the engine benchmark that they are for.
+        """
         kind = KIND_OF_WORK.get(rule)
-        options: dict[str, Any] = {"device": self.config["run"]["device"] if kind else "cpu"}
+        options: dict[str, Any] = {"device": self._device(rule, entry)}
         if options["device"] == "cuda":
-            options |= {"gpus": self.resource(rule, "gpus"), "preflight": self.config["run"]["preflight"]}
+            options |= {"gpus": self.resource(rule, "gpus", entry=entry), "preflight": self.config["run"]["preflight"]}
         if kind and "batch" in self.config["run"][kind]:
             options["batch"] = self.config["run"][kind]["batch"]
+        if kind == "completions":
+            options["engine"] = self._asked(rule, entry)[1]
         return options
 
-    def resource(self, rule: str, name: str, attempt: int = 1) -> int:
+    def _asked(self, rule: str, entry: str | None = None) -> tuple[str, dict[str, Any]]:
+        """The engine that a rule's jobs ask, and section `engine` as it is for them.
+
+        An evaluation set is answered by the target, whatever a data set holds; a benchmark has an engine of its own.
+        """
+        if rule == "engine_benchmark" and entry is not None:
+            measured = benchmark(self.config, entry)
+            return measured["engine"], measured["settings"]
+        engine = str(self.config["completions"]["engine"])
+        return "transformers" if engine == "dataset" and rule == "bench_completions" else engine, self.config["engine"]
+
+    def _device(self, rule: str, entry: str | None = None) -> str:
+        """``cpu``, or ``cuda`` where a job of the rule works with a model on a GPU. The canary looks at hidden states."""
+        kind = KIND_OF_WORK.get(rule)
+        answers = kind == "completions" and rule != "canary"
+        without = kind is None or (answers and self._asked(rule, entry)[0] in NO_GPU_ENGINES)
+        return "cpu" if without else str(self.config["run"]["device"])
+
+    def resource(self, rule: str, name: str, attempt: int = 1, entry: str | None = None) -> int:
         """A resource from `run.{kind}` of the config, or its default; no GPU when the device is the CPU.
 
         Memory (`mem_mb`) and time (`runtime`, minutes) grow with the attempt, up to `run.limits`: SLURM lets a job that asks
         for more time than its partition allows wait for ever. The first attempt gets what it asks for.
         """
         kind, run = KIND_OF_WORK.get(rule, "light"), self.config["run"]
-        if name == "gpus" and run["device"] == "cpu":
+        if name == "gpus" and self._device(rule, entry) == "cpu":
             return 0
+        if name == "gpus" and kind == "completions":
+            engine, settings = self._asked(rule, entry)
+            if engine == "sglang":
+                return sglang_flags.gpus(settings)
         amount = int(run[kind].get(name, RESOURCES[kind][name]))
         return max(amount, min(amount * attempt, int(run["limits"].get(name, amount * attempt))))
 
@@ -362,6 +415,8 @@ class Plan:
         amounts: dict[str, Any] = {name: self.resource(rule, name) for name in ("mem_mb", "runtime", "disk_mb")}
         if rule in KIND_OF_WORK:
             amounts["gpu"] = self.resource(rule, "gpus")
+        if rule == "engine_benchmark":
+            amounts["gpu"] = lambda wildcards: self.resource(rule, "gpus", entry=wildcards.name)
         if self.cluster:
             amounts |= {name: self._growing(rule, name) for name in GROWING}
             if rule in KIND_OF_WORK:

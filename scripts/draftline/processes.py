@@ -17,6 +17,16 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+def marked(name: str, value: str) -> list[psutil.Process]:
+    """Processes with the environment variable `name` at `value`: whatever was started with it, wherever it went."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # Ended meanwhile, or another user's.
+            if process.environ().get(name) == value and is_alive(process):
+                found.append(process)
+    return found
+
+
 def end(processes: Sequence[psutil.Process]) -> None:
     """End processes, gently first. One that may not be ended is left."""
     for process in processes:

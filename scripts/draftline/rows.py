@@ -15,7 +15,7 @@ import os
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,17 +29,21 @@ BUCKET_DIGITS = 2
 
 @dataclass(frozen=True)
 class Row:
-    """Sampled ids of a prompt, the stop token included, with how they ended (``stop`` or ``length``) and in how many tries."""
+    """Sampled ids of a prompt, the stop token included, with how they ended (``stop`` or ``length``) and in how many tries.
+
+    `retokenized` ids were made from text; which rows of a store are so, its user knows.
+    """
 
     completion_ids: list[int]
     finish_reason: str
     attempts: int = 1
+    retokenized: bool = False
 
     def within(self, limit: int) -> "Row":
         """The row as a limit of `limit` new tokens would have left it."""
         if len(self.completion_ids) <= limit:
             return self
-        return Row(self.completion_ids[:limit], "length", self.attempts)
+        return replace(self, completion_ids=self.completion_ids[:limit], finish_reason="length")
 
     def complete(self, limit: int) -> bool:
         """Whether nothing is left to sample below `limit` new tokens."""

@@ -19,7 +19,7 @@ import psutil
 import draftline.processes
 from draftline.errors import DraftlineError
 from draftline.gpus import Nvml
-from draftline.processes import is_alive
+from draftline.processes import is_alive, marked
 
 LOG = Path("results/.resume/maintenance/log")
 """What a window did and when, and the output of the commands."""
@@ -171,16 +171,6 @@ def recall(known: Known) -> list[psutil.Process]:
             if abs(process.create_time() - created) < 1 and is_alive(process):
                 found |= {p.pid: p for p in [process, *process.children(recursive=True)]}
     return [process for process in found.values() if is_alive(process)]
-
-
-def marked(name: str, value: str) -> list[psutil.Process]:
-    """Processes with the environment variable `name` at `value`: whatever was started with it, wherever it went."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # Ended meanwhile, or another user's.
-            if process.environ().get(name) == value and is_alive(process):
-                found.append(process)
-    return found
 
 
 def end_marked(name: str, value: str, what: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from snakemake.utils import validate
 
-from draftline.config import check, check_schema
+from draftline.config import check, check_benchmarks, check_schema
 from draftline.errors import DraftlineError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -18,6 +18,7 @@ def checked(change=None):
     config = yaml.safe_load((ROOT / "config.yaml").read_text())
     (change or (lambda config: None))(config)
     check_schema(config, yaml.safe_load(SCHEMA.read_text()))
+    check_benchmarks(config, yaml.safe_load(SCHEMA.read_text()))
     validate(config, str(SCHEMA))
     check(config)
     return config
@@ -66,12 +67,59 @@ def test_presets_are_right(preset):
         ("drafters.demo.checkpoints", [3], "drafters.demo.checkpoints: 3: there are only 2 segments"),
         ("drafters.demo.layer_types", ["full_attention"], "drafters.demo.layer_types: 1 entries for 2 layers"),
         ("segments", 1000, "segments: 1000: drafter demo has only"),
+        ("completions.engine", "sglang", "run.device: cpu: engine sglang works on GPUs that the job leases"),
+        ("engine.memory_fraction", 1, "engine.memory_fraction: 1: "),
+        ("engine.endpoints", [{"url": "gpu7:8000"}], "engine.endpoints.0.url: 'gpu7:8000': "),
+        ("engine_benchmarks.a", {"concurrency": [4]}, "engine_benchmarks.a: engine is missing"),
+        ("engine_benchmarks.a", {"engine": "dataset"}, "engine_benchmarks.a.engine: 'dataset': "),
+        (
+            "engine_benchmarks.a",
+            {"engine": "openai", "flgs": []},
+            "engine_benchmarks.a.flgs: no such key; known",
+        ),
+        ("engine_benchmarks.a", {"engine": "openai", "tokens": 0}, "engine_benchmarks.a.tokens: 0: "),
+        ("engine_benchmarks.a", {"engine": "sglang"}, "run.device: cpu: engine sglang works on GPUs"),
+        ("engine.stall_seconds", 0, "engine.stall_seconds: 0: "),
     ],
 )
 def test_wrong_values_are_named(key, value, message):
     with pytest.raises(DraftlineError, match=f"config: {message}") as caught:
         checked(put(key, value))
     assert str(caught.value).count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "run.completions.gpus",
+            1,
+            r"run.completions.gpus: 1: engine sglang takes tensor_parallel x data_parallel = 4",
+        ),
+        ("engine.flags", ["--port", 1], r"engine.flags: --port: not to be given here \(Draftline sets it itself\)"),
+        ("engine.flags", ["--tp=4"], r"engine.flags: --tp: not to be given here \(set engine.tensor_parallel\)"),
+        ("engine.flags", ["--api-k", "x"], r"engine.flags: --api-k: not to be given here"),
+        ("engine.flags", ["--log-level", "error"], r"engine.flags: --log-level: .*watchdog reads the log"),
+    ],
+)
+def test_what_an_sglang_server_cannot_be_given_is_named(key, value, message):
+    def change(config):
+        config["completions"]["engine"] = "sglang"
+        config["run"]["device"] = "cuda"
+        config["engine"] = {"tensor_parallel": 2, "data_parallel": 2}
+        put(key, value)(config)
+
+    with pytest.raises(DraftlineError, match=f"config: {message}"):
+        checked(change)
+
+
+def test_further_flags_of_sglang_are_free():
+    def change(config):
+        config["completions"]["engine"] = "sglang"
+        config["run"]["device"] = "cuda"
+        config["engine"] = {"flags": ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", 3, "-x"]}
+
+    assert checked(change)["engine"]["tensor_parallel"] == 1
 
 
 def test_a_missing_section_is_named():

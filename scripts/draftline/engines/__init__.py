@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from draftline.errors import DraftlineError
 
 if TYPE_CHECKING:
+    from draftline.chat import Chat
     from draftline.manifest import Manifest
 
 
@@ -47,16 +48,21 @@ class Request:
 class Result:
     """Newly sampled ids, the stop token included. `finish_reason`: ``stop``, ``length``, or ``error`` with its text.
 
-    An error is one that may pass (a server that is gone or busy); one that cannot pass is raised as DraftlineError.
+    `retokenized` ids are not those that were sampled: they were made from the text that a server returned. `seconds` is the time
+    from sending to result, where an engine tells it. An error is one that may pass (a server that is gone or busy); one that cannot pass is raised as DraftlineError.
     """
 
     ids: list[int]
     finish_reason: str
     error: str | None = None
+    retokenized: bool = False
+    seconds: float | None = None
 
 
 class Engine(Protocol):
-    """What completions need of an engine."""
+    """What completions need of an engine. `in_flight`: requests at once; it may be set between two calls of `generate`."""
+
+    in_flight: int
 
     def __enter__(self) -> Self: ...
 
@@ -67,16 +73,37 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(kind: str, manifest: "Manifest", run: Mapping[str, Any]) -> Engine:
-    """The engine named by ``completions.engine``, not yet entered. `run` holds ``device`` and maybe ``batch``."""
+def open_engine(kind: str, manifest: "Manifest", run: Mapping[str, Any], chat: "Chat") -> Engine:
+    """The engine named by ``completions.engine``, not yet entered.
+
+    `run` holds ``device``, maybe ``batch``, and ``engine``, the config's section of that name.
+    """
     if kind == "transformers":
         from draftline.engines.transformers_engine import TransformersEngine
 
         return TransformersEngine(manifest, run["device"], run.get("batch", 64))
-    raise DraftlineError(f"config: completions.engine: {kind}: no such engine; known: transformers, dataset")
+    if kind == "sglang":
+        from draftline.engines.sglang import SGLangEngine
+
+        return SGLangEngine(manifest, run)
+    if kind == "openai":
+        from draftline.engines.openai_engine import OpenAIEngine
+
+        return OpenAIEngine(manifest, chat, run["engine"])
+    raise DraftlineError(
+        f"config: completions.engine: {kind}: no such engine; known: transformers, sglang, openai, dataset"
+    )
 
 
-def engine_version(kind: str) -> str:
-    """What an artifact says about the software that answered; known without starting it."""
+def engine_version(kind: str, run: Mapping[str, Any]) -> str:
+    """What an artifact says about the software that answers; known without starting it. `run` as for `open_engine`."""
+    if kind == "sglang":
+        from draftline.engines import sglang
+
+        return sglang.version(run["engine"])
+    if kind == "openai":
+        from draftline.engines.openai_engine import versions
+
+        return versions(run["engine"])
     packages = {"transformers": ("transformers", "torch"), "dataset": ("tokenizers",)}[kind]
     return ", ".join(f"{package} {version(package)}" for package in packages)

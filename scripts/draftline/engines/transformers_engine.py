@@ -49,10 +49,10 @@ class Row:
 
 
 class TransformersEngine:
-    """Engine on a causal language model of transformers. `batch` is the number of rows in flight."""
+    """Engine on a causal language model of transformers. `in_flight` is the number of rows in a batch."""
 
-    def __init__(self, manifest: Manifest, device: str, batch: int) -> None:
-        self.manifest, self.device, self.batch = manifest, device, batch
+    def __init__(self, manifest: Manifest, device: str, in_flight: int) -> None:
+        self.manifest, self.device, self.in_flight = manifest, device, in_flight
 
     def __enter__(self) -> Self:
         self._model: Any = pack(load_model(self.manifest, self.device))
@@ -64,12 +64,12 @@ class TransformersEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[Request, Result]]:
         """Each request with its result, as rows end. Raises DraftlineError when the rows do not fit in memory."""
         try:
-            yield from Batch(self._model, requests, sampling, self.batch, set(self.manifest.eos_token_ids)).run()
+            yield from Batch(self._model, requests, sampling, self.in_flight, set(self.manifest.eos_token_ids)).run()
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
             raise DraftlineError(
-                f"config: run.completions.batch: {self.batch}: so many rows do not fit in the memory of {self.device};"
+                f"config: run.completions.batch: {self.in_flight}: so many rows do not fit in the memory of {self.device};"
                 " lower it"
             ) from None
 

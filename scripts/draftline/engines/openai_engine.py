@@ -1,0 +1,247 @@
+"""Engine `openai`: endpoints that run already, vLLM, SGLang or any other server with ``/v1/completions``.
+
+Each is met before it gets requests: which model it serves, how long a context, and by which protocol it gives token ids. One
+that gives none is refused, or, with ``engine.allow_retokenize``, used through text.
+"""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+import orjson
+
+from draftline.chat import Chat
+from draftline.engines import Request, Sampling
+from draftline.engines.answers import Checks, RefusedError
+from draftline.engines.client import (
+    BusyError,
+    Endpoint,
+    FailedError,
+    HttpEngine,
+    Limits,
+    ServerRefusedError,
+    address,
+    ask,
+    open_client,
+    post,
+)
+from draftline.engines.protocols import Api, Body, OpenAIText, OpenAITokens, SGLangGenerate
+from draftline.errors import DraftlineError
+from draftline.manifest import Manifest
+from draftline.progress import say
+
+PROBE = ({"role": "user", "content": "Name three colours of the rainbow."},)
+PROBE_TOKENS = 8
+SENSELESS: Body = {"top_k": -7, "min_p": 7.0, "seed": "x"}
+"""Values that a server refuses if it knows the parameter; temperature and top_p every server knows."""
+SGLANG_INFO = ("/server_info", "/get_server_info")
+MEETING_SECONDS = 120.0
+"""Time for each question when an endpoint is met; a server may load the model upon the first."""
+
+
+class OpenAIEngine(HttpEngine):
+    """The endpoints of the config's section ``engine``, given as `settings`."""
+
+    def __init__(self, manifest: Manifest, chat: Chat, settings: Mapping[str, Any]) -> None:
+        if not settings["endpoints"]:
+            raise DraftlineError(
+                "config: engine.endpoints: empty, but the engine is openai; name the servers: [{url: ...}]"
+            )
+        self.manifest, self.chat = manifest, chat
+        self.allow_retokenize: bool = settings["allow_retokenize"]
+        self.models = {_root(entry["url"]): entry.get("model") for entry in settings["endpoints"]}
+        self.sampling: Sampling | None = None
+        super().__init__(
+            [Endpoint(_root(entry["url"]), key=_key(entry)) for entry in settings["endpoints"]],
+            Checks(manifest.eos_token_ids, manifest.vocab_size),
+            Limits(requests=settings["requests"], tokens=settings["tokens"]),
+            meet=self._meet,
+        )
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Any:
+        """As `HttpEngine`'s. Raises DraftlineError when an endpoint does not know a parameter that `sampling` needs."""
+        if sampling != self.sampling:
+            self.sampling = sampling
+            self._wait(self._check_all())
+        return super().generate(requests, sampling)
+
+    async def _check_all(self) -> None:
+        for server in self.servers:
+            if server.up:
+                with server.client() as client:
+                    await self._check_parameters(client, server.endpoint)
+
+    # What an endpoint is ----------------------------------------------------------------------------------------------
+
+    async def _meet(self, endpoint: Endpoint) -> Endpoint:
+        """The endpoint with protocol and longest context. Raises FailedError when it is out of reach."""
+        async with open_client(endpoint.url, endpoint.key) as client:
+            client.timeout = httpx.Timeout(MEETING_SECONDS, connect=10.0)
+            try:
+                card = await self._model_card(client, endpoint)
+                endpoint = replace(endpoint, max_length=card.get("max_model_len"))
+                endpoint = replace(endpoint, api=await self._protocol(client, endpoint, card["id"]))
+                await self._check_parameters(client, endpoint)
+            except BusyError as busy:
+                raise FailedError(f"{endpoint.url}: {busy}", gone=True) from None
+        assert endpoint.api is not None
+        say(f"engine: {endpoint.url} serves {card['id']} ({type(endpoint.api).__name__})")
+        return endpoint
+
+    async def _model_card(self, client: httpx.AsyncClient, endpoint: Endpoint) -> Mapping[str, Any]:
+        """The entry of ``/v1/models`` for the model that the config names, else for the only one."""
+        wanted = self.models[endpoint.url]
+        try:
+            reply = await client.get("/v1/models")
+        except httpx.TransportError as error:
+            raise FailedError(f"{endpoint.url}: {error or type(error).__name__}", gone=True) from None
+        if reply.status_code in (401, 403):
+            raise DraftlineError(
+                f"{endpoint.url}: refuses the key ({reply.status_code}); name the variable that holds it:"
+                " engine.endpoints: [{url: ..., api_key_env: NAME}]"
+            )
+        if reply.status_code >= 500:
+            raise FailedError(f"{endpoint.url}/v1/models: {reply.status_code}", gone=True)
+        try:
+            cards = {str(card["id"]): card for card in orjson.loads(reply.content)["data"]}
+        except (ValueError, KeyError, TypeError):
+            cards = {}
+        if wanted is None and len(cards) == 1:
+            (card,) = cards.values()
+            return dict(card)
+        names = ", ".join(cards) or "none"
+        if wanted is None:
+            raise DraftlineError(
+                f"{endpoint.url}: serves {names}; name one: engine.endpoints: [{{url: ..., model: NAME}}]"
+            )
+        # A list without the model may be of what lies on its disk; the server says so itself if it does not have it.
+        return dict(cards.get(wanted, {"id": wanted}))
+
+    async def _protocol(self, client: httpx.AsyncClient, endpoint: Endpoint, model: str) -> Api:
+        """The first protocol that gives the ids that a greedy request sampled; text where that is allowed."""
+        reasons = []
+        stop_ids = tuple(self.manifest.eos_token_ids)
+        exact: tuple[Api, ...] = (OpenAITokens(model, stop_ids), SGLangGenerate(stop_ids))
+        for api in exact:
+            try:
+                await self._probe(client, replace(endpoint, api=api))
+                return api
+            except _NotSpokenError as error:
+                reasons.append(str(error))
+        if not self.allow_retokenize:
+            raise DraftlineError(
+                f"{endpoint.url}: gives no token ids ({reasons[0]}); serve the target with SGLang or with a vLLM that knows"
+                " return_token_ids, or allow its text to be tokenized again: engine.allow_retokenize: true"
+            )
+        for extended in (True, False):
+            api = OpenAIText(model, self.chat, self._turn_end(), extended)
+            try:
+                await self._probe(client, replace(endpoint, api=api))
+                return api
+            except _NotSpokenError as error:
+                reasons.append(str(error))
+        raise DraftlineError(f"{endpoint.url}: has no /v1/completions that works: {reasons[-1]}")
+
+    def _turn_end(self) -> int:
+        """The id that ends a turn: the tokenizer's eos token, where it is among the target's stop ids."""
+        ids = self.chat.encode(self.manifest.special_tokens.get("eos_token", ""))
+        stops = self.manifest.eos_token_ids
+        return ids[0] if len(ids) == 1 and ids[0] in stops else stops[0]
+
+    async def _probe(self, client: httpx.AsyncClient, endpoint: Endpoint) -> None:
+        """Ask greedily for a few tokens. Raises _NotSpokenError when the endpoint does not know the protocol."""
+        request = Request("probe", self.chat.prompt_ids(PROBE), [], PROBE_TOKENS, seed=0)
+        try:
+            answer = await ask(client, endpoint, request, Sampling())
+        except (ServerRefusedError, FailedError) as error:
+            if error.status in (None, 401, 403, 502, 503, 504):
+                raise
+            raise _NotSpokenError(str(error)) from None
+        try:
+            Checks(self.manifest.eos_token_ids, self.manifest.vocab_size).result(request, answer, endpoint.url)
+        except RefusedError as refused:
+            raise DraftlineError(
+                f"{endpoint.url}: answers a first request with {refused}; is it the target that is served there?"
+            ) from None
+
+    async def _check_parameters(self, client: httpx.AsyncClient, endpoint: Endpoint) -> None:
+        """Refuse an endpoint that ignores what the sampling needs. A parameter that may have any value is not known there."""
+        if self.sampling is None or self.sampling.greedy:
+            return
+        if await _draws_anew(client):
+            say(f"engine: {endpoint.url} runs without --enable-deterministic-inference: it does not heed seeds")
+        if isinstance(endpoint.api, SGLangGenerate):
+            return  # It refuses what it does not know.
+        assert endpoint.api is not None
+        needed = {"top_k": self.sampling.top_k > 0, "min_p": self.sampling.min_p > 0, "seed": True}
+        request = Request("probe", self.chat.prompt_ids(PROBE), [], 1, seed=0)
+        for name in (name for name, is_needed in needed.items() if is_needed):
+            body = {**endpoint.api.body(request, self.sampling), name: SENSELESS[name]}
+            try:
+                await post(client, endpoint.api.path, body, endpoint.key)
+            except (ServerRefusedError, FailedError, BusyError):
+                continue
+            if name != "seed":
+                raise DraftlineError(
+                    f"{endpoint.url}: does not know the sampling parameter {name} (any value passes), so its answers would"
+                    f" not be sampled as completions.sampling says; leave {name} out, or use another server"
+                )
+            say(f"engine: {endpoint.url} does not know seeds")
+
+
+class _NotSpokenError(Exception):
+    """An endpoint does not speak a protocol."""
+
+
+async def _draws_anew(client: httpx.AsyncClient) -> bool:
+    """Whether a server is an SGLang that takes seeds and does not use them."""
+    for path in SGLANG_INFO:
+        with contextlib.suppress(httpx.TransportError, ValueError, AttributeError):
+            reply = await client.get(path)
+            if reply.status_code == 200:
+                return orjson.loads(reply.content).get("enable_deterministic_inference") is False
+    return False
+
+
+def versions(settings: Mapping[str, Any]) -> str:
+    """What the endpoints say of their software, ``vllm 0.11.0, sglang 0.5.17``; those that do not are counted as ``unknown``."""
+    found = set()
+    for entry in settings["endpoints"]:
+        key = os.environ.get(entry.get("api_key_env", ""))
+        with httpx.Client(**address(_root(entry["url"]), key), timeout=10.0) as client:
+            found.add(_version(client))
+    return ", ".join(sorted(found)) or "unknown"
+
+
+def _version(client: httpx.Client) -> str:
+    for name, path in (("vllm", "/version"), *(("sglang", path) for path in SGLANG_INFO)):
+        try:
+            reply = client.get(path)
+            if reply.status_code == 200:
+                return f"{name} {orjson.loads(reply.content)['version']}"
+        except (httpx.TransportError, ValueError, KeyError, TypeError):
+            continue
+    return "unknown"
+
+
+def _root(url: str) -> str:
+    """An endpoint's address without the ``/v1`` that clients are often given."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"), "", ""))
+
+
+def _key(entry: Mapping[str, Any]) -> str | None:
+    """The key from the environment variable that an entry of ``engine.endpoints`` names."""
+    name = entry.get("api_key_env")
+    if name is None:
+        return None
+    try:
+        return os.environ[name]
+    except KeyError:
+        raise DraftlineError(
+            f"config: engine.endpoints: api_key_env: {name}: not in the environment; export it before the run"
+        ) from None
