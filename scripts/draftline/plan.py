@@ -27,6 +27,7 @@ from draftline.packages import OFFLINE
 from draftline.provenance import canonical, digest
 from draftline.settings import ROOT, RUN_FILE, cut, settings_hash, write
 from draftline.staleness import Node, Staleness
+from draftline.storage import of_bench
 from draftline.visits import segment_visits
 
 STALE = Path("results/.resume/stale.json")
@@ -200,6 +201,8 @@ class Plan:
             part["block_size"] = max(drafter["block_size"] for drafter in drafters.values())
         if rule == "mask_gate_shard":
             part["tapped_layers"] = layers if isinstance(layers, int) else len(layers)
+        if rule == "bench_hidden_states":
+            part["hidden_states"]["storage"] = of_bench(part["hidden_states"]["storage"])
         if rule == "bench_completions":
             engine = config["completions"]["engine"]
             part["engine"] = "transformers" if engine == "dataset" else engine
