@@ -209,6 +209,7 @@ class Plan:
         if rule == "train_segment":
             del part["drafters"][entry]["checkpoints"]
         if rule == "evaluate_baseline":
+            del part["evaluate"]["allow_kernel_mismatch"]
             name = next(iter(drafters))
             shape = ("layers", "block_size", "heads", "kv_heads", "head_dim", "intermediate_size", "rope_theta",
                      "max_position_embeddings", "sliding_window", "layer_types", "seed")  # fmt: skip

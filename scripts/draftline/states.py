@@ -49,7 +49,16 @@ READ_BACK = 8
 """Samples of a part that are read again from the finished file and compared with what was computed."""
 
 STATES_FACTS = ("layers", "convention", "storage", "dtype", "kernels", "versions")
-"""Facts of hidden states that must agree between training, evaluation and serving."""
+"""Facts of hidden states that a drafter takes along and an evaluation states, of its own states and of training's."""
+
+PARTS_AGREE = ("convention", "storage", "dtype", "kernels")
+"""Facts in which all states that a drafter learns from must agree, besides target and layers."""
+
+
+def difference(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], facts: Sequence[str]) -> str | None:
+    """In which of `facts` the states `ours` and those called `name` differ, with both values; None where they agree."""
+    differing = [fact for fact in facts if ours[fact] != theirs[fact]]
+    return "; ".join(f"{fact} {ours[fact]}, in {name} {theirs[fact]}" for fact in differing) or None
 
 
 @dataclass(frozen=True)
