@@ -4,6 +4,7 @@
 # make report  the report, and its path
 # make gpus    this machine's GPUs, and who holds them
 # make window  the GPU jobs in a maintenance window of the config's service (docs/maintenance.md)
+# make unstage the copies of models below FOLDER, the config's target.stage_to, unless a job uses them
 # make clean   the environment; results/ stays
 #
 # ARGS goes to Snakemake: make run ARGS="--configfile presets/qwen3-8b.yaml"
@@ -17,7 +18,7 @@ sum = $(shell cat $(1) | cksum | tr ' ' '-')
 CPU := .venv/cpu-$(call sum,envs/cpu.txt envs/constraints.txt)
 TEST := .venv/test-$(call sum,envs/cpu.txt envs/test.txt envs/constraints.txt)
 
-.PHONY: run report gpus window test check clean
+.PHONY: run report gpus window unstage test check clean
 
 run: $(CPU)
 	@$(BIN)/python scripts/unlock.py
@@ -34,6 +35,9 @@ gpus: $(CPU)
 
 window: $(CPU)
 	@$(BIN)/python scripts/maintenance.py -- $(ARGS)
+
+unstage: $(CPU)
+	@$(BIN)/python scripts/unstage.py "$(FOLDER)"
 
 test: $(TEST)
 	# Two processes, a file each: tests use one thread.

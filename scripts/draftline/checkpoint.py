@@ -3,6 +3,7 @@
 No tensor is read unless it is asked for, and no torch is needed until then.
 """
 
+import hashlib
 import math
 import re
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 import orjson
 
 from draftline.errors import DraftlineError
-from draftline.provenance import safetensors_header
+from draftline.provenance import canonical, safetensors_header
+from draftline.sources import sampled_digest
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +82,12 @@ class Checkpoint:
             return False
         layer = re.match(r"layers\.(\d+)\.", name[len(self.prefix) :])
         return last_layer is None or layer is None or int(layer[1]) <= last_layer
+
+
+def weights_sha256(checkpoint: Checkpoint) -> str:
+    """SHA-256 over the weight files' names and sampled contents: other weights of the same shapes differ."""
+    files = {name: sampled_digest(checkpoint.folder / name) for name in checkpoint.files}
+    return hashlib.sha256(canonical(files)).hexdigest()
 
 
 def _weight_files(folder: Path) -> list[str]:

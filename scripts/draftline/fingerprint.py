@@ -21,6 +21,7 @@ OUTSIDE = frozenset(
         "progress",
         "settings",
         "slurm",
+        "staging",
         "staleness",
         "table",
         "writing",

@@ -70,7 +70,7 @@ def make_states(
     disk, and states that cannot be right.
     """
     ids = layer_ids(layers, manifest.num_layers, "hidden_states.layers")
-    model = pack(load_model(manifest, run["device"], last_layer=ids[-1]))
+    model = pack(load_model(manifest, run, last_layer=ids[-1]))
     facts = {
         "target": {"name": manifest.name, "weights_sha256": manifest.weights_sha256},
         "kernels": kernels(model, manifest.layer_types),

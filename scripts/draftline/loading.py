@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,27 +10,34 @@ from draftline import memory
 from draftline.checkpoint import Checkpoint
 from draftline.errors import DraftlineError
 from draftline.manifest import Manifest
+from draftline.staging import staged
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+CPU = {"device": "cpu"}
 HEADROOM = 1.05
 """Memory for a model over that of its parameters."""
 
 
 def load_model(
-    manifest: Manifest, device: str = "cpu", dtype: "torch.dtype | None" = None, last_layer: int | None = None
+    manifest: Manifest,
+    run: Mapping[str, Any] = CPU,
+    dtype: "torch.dtype | None" = None,
+    last_layer: int | None = None,
 ) -> "nn.Module":
     """The target's text model in eval mode, frozen, in `dtype` (default: the checkpoint's).
 
-    Of a multimodal checkpoint the text part only is loaded. With `last_layer` it is the bare backbone with the layers
+    `run` holds the job's `device`, and `stage_to` where the files are to be read from a copy (`draftline.staging`). Of a
+    multimodal checkpoint the text part only is loaded. With `last_layer` it is the bare backbone with the layers
     0..`last_layer`: layers above and the head are neither loaded nor run. Raises DraftlineError when files are missing,
     tensors do not fit the config, or `device` has too little free memory.
     """
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
+    device, manifest = run["device"], staged(manifest, run.get("stage_to"))
     dtype = dtype or getattr(torch, manifest.dtype)
     folder = model_folder(manifest)
     config = text_config(manifest)

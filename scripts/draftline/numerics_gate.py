@@ -86,7 +86,7 @@ def check_part(
     if not len(reader):
         raise DraftlineError(f"{states}: has no samples to check; lower hidden_states.parts_per_shard")
     chosen = sorted({n * len(reader) // config["samples"] for n in range(config["samples"])})
-    model = load_model(manifest, run["device"], torch.float32, last_layer=reader.layers[-1] + 1)
+    model = load_model(manifest, run, torch.float32, last_layer=reader.layers[-1] + 1)
     fits = {layer: LayerFit() for layer in reader.layers}
     for n in chosen:
         reference = reference_states(model, reader.input_ids(n))
@@ -96,7 +96,7 @@ def check_part(
     reference_kernels = kernels(model, manifest.layer_types)
     if manifest.dtype != "float32":
         del model
-        model = load_model(manifest, run["device"], last_layer=reader.layers[-1])
+        model = load_model(manifest, run, last_layer=reader.layers[-1])
     figures: dict[str, Any] = {
         "samples": [reader.ids[n] for n in chosen],
         "layers": {str(layer): fit.figures() for layer, fit in fits.items()},

@@ -201,6 +201,8 @@ class Plan:
             part["block_size"] = max(drafter["block_size"] for drafter in drafters.values())
         if rule == "mask_gate_shard":
             part["tapped_layers"] = layers if isinstance(layers, int) else len(layers)
+        if rule == "target":
+            del part["target"]["stage_to"]
         if rule == "bench_hidden_states":
             part["hidden_states"]["storage"] = of_bench(part["hidden_states"]["storage"])
         if rule == "bench_completions":
@@ -216,6 +218,7 @@ class Plan:
             part["drafter"] = {key: drafters[name][key] for key in shape}
         if rule == "report":
             part.update({key: value for key, value in config.items() if key not in ("run", "maintenance")})
+            part["target"] = {key: value for key, value in config["target"].items() if key != "stage_to"}
 
     def _sources(self, rule: str, entry: str | None) -> dict[str, str]:
         cache = sources.DIGESTS
@@ -339,6 +342,8 @@ class Plan:
             options |= {"gpus": self.resource(rule, "gpus"), "preflight": self.config["run"]["preflight"]}
         if kind and "batch" in self.config["run"][kind]:
             options["batch"] = self.config["run"][kind]["batch"]
+        if kind in ("completions", "hidden_states") and self.config["target"]["stage_to"]:
+            options["stage_to"] = self.config["target"]["stage_to"]
         return options
 
     def resource(self, rule: str, name: str, attempt: int = 1) -> int:

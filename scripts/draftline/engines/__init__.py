@@ -72,7 +72,7 @@ def open_engine(kind: str, manifest: "Manifest", run: Mapping[str, Any]) -> Engi
     if kind == "transformers":
         from draftline.engines.transformers_engine import TransformersEngine
 
-        return TransformersEngine(manifest, run["device"], run.get("batch", 64))
+        return TransformersEngine(manifest, run, run.get("batch", 64))
     raise DraftlineError(f"config: completions.engine: {kind}: no such engine; known: transformers, dataset")
 
 
