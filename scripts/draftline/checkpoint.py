@@ -75,6 +75,26 @@ class Checkpoint:
         """Parameters of the text model; without head and without layers above `last_layer` when that is given."""
         return sum(math.prod(entry.shape) for name, entry in self.entries.items() if self._wanted(name, last_layer))
 
+    def blocks(self, last_layer: int | None = None) -> dict[str, int]:
+        """Parameters of the same by block, in the order of a forward: embed_tokens, layers.0 .. layers.N, norm, lm_head.
+
+        A tied head counts like any other: on another device than the embedding it is a copy.
+        """
+        found: dict[str, int] = {}
+        for name, entry in self.entries.items():
+            if self._wanted(name, last_layer):
+                words = ["lm_head"] if name == self.head else name[len(self.prefix) :].split(".")
+                block = ".".join(words[: 2 if words[0] == "layers" else 1])
+                found[block] = found.get(block, 0) + math.prod(entry.shape)
+        if last_layer is None:
+            found.setdefault("lm_head", found["embed_tokens"])
+        layers = sorted(
+            (block for block in found if "." in block), key=lambda block: int(block.removeprefix("layers."))
+        )
+        last = [block for block in ("norm", "lm_head") if block in found]
+        first = [block for block in found if block not in (*layers, *last)]
+        return {block: found[block] for block in (*first, *layers, *last)}
+
     def _wanted(self, name: str, last_layer: int | None) -> bool:
         if name == self.head:
             return last_layer is None

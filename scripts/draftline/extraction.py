@@ -37,7 +37,9 @@ def extract(
     for batch in batches([len(sequence) for sequence in sequences], batch_tokens):
         tapped = _forward(model, layer_ids, _padded([sequences[n] for n in batch]))
         for b, n in enumerate(batch):
-            yield n, torch.cat([output_BSH[b, : len(sequences[n])] for output_BSH in tapped], dim=-1)
+            # A model may lie on several devices; the highest layer's takes all.
+            rows = [output_BSH[b, : len(sequences[n])].to(tapped[-1].device) for output_BSH in tapped]
+            yield n, torch.cat(rows, dim=-1)
 
 
 @torch.no_grad()
