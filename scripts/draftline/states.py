@@ -1,4 +1,4 @@
-"""Files of hidden states: written by a thread while the target computes, read memory-mapped.
+"""Files of hidden states: fetched and written by a thread while the target computes, read memory-mapped.
 
 A part is one safetensors file (docs/artifacts.md). Lengths are known before the first forward, so every sample has its
 place in the file from the start: samples are computed in any order and written where they belong, and memory holds a few
@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from draftline import provenance
 from draftline.errors import DraftlineError
+from draftline.host_copies import HostCopies, computed
 from draftline.layer_statistics import LayerStatistics, measure, refuse_broken
 from draftline.storage import decode, encode, tensor_dtypes
 
@@ -44,6 +45,9 @@ CODES = {
 
 QUEUE = 8
 """Samples computed but not yet on disk; the forward waits when there are more."""
+
+FIGURES = "figures"
+"""Name under which a sample's statistics travel beside its tensors."""
 
 READ_BACK = 8
 """Samples of a part that are read again from the finished file and compared with what was computed."""
@@ -181,10 +185,13 @@ class StatesWriter:
         self._statistics = LayerStatistics(len(samples), len(layers))
         self._reserved = len(self._header()) + 128 * len(layers)  # four numbers of at most 24 digits come in later
         self._digests = dict.fromkeys(range(0, len(samples), max(len(samples) // READ_BACK, 1)), b"")
+        self._copies = HostCopies()
         self._written = 0
         self._error: BaseException | None = None
         self._require_space()
-        self._queue: queue.Queue[tuple[int, dict[str, torch.Tensor], torch.Tensor] | None] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[int, dict[str, torch.Tensor], torch.cuda.Event | None] | None] = queue.Queue(
+            QUEUE
+        )
         self._thread = threading.Thread(target=self._work, name="states-writer", daemon=True)
         self._thread.start()
 
@@ -196,7 +203,8 @@ class StatesWriter:
         if features_TF.shape != expected:
             raise ValueError(f"sample {n}: features {tuple(features_TF.shape)}, expected {expected}")
         stored = encode(features_TF, self._storage, len(self._layers))
-        self._queue.put((n, stored, measure(decode(stored), len(self._layers))))
+        stored[FIGURES] = measure(decode(stored), len(self._layers))
+        self._queue.put((n, stored, computed(features_TF)))
 
     def join(self) -> None:
         """Wait for the writing thread to end."""
@@ -238,11 +246,11 @@ class StatesWriter:
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that computes
                 self._error = error
 
-    def _write_sample(self, n: int, stored: dict[str, torch.Tensor], figures: torch.Tensor) -> None:
-        figures = figures.cpu()
+    def _write_sample(self, n: int, stored: dict[str, torch.Tensor], ready: "torch.cuda.Event | None") -> None:
+        stored = self._copies.fetch(stored, ready)
+        figures = stored.pop(FIGURES)
         refuse_broken(figures, self._layers, str(self._path), self._samples[n].id)
         self._statistics.add(n, figures, stored["features"].numel() // len(self._layers))
-        stored = {name: tensor.cpu() for name, tensor in stored.items()}
         if n in self._digests:
             self._digests[n] = _digest(stored)
         for name, rows in stored.items():
