@@ -1,13 +1,11 @@
 """Features are the tapped layers' outputs, whatever shares a batch; nothing above them runs."""
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 
+import kernel_packages
 import pytest
 import torch
+from kernel_packages import CONVOLUTION_LOOKED_AT, LOOKED_AT, install
 from small_models import BUILDERS, build
 from states_fixtures import LENGTHS, samples_of
 from transformers.integrations import use_kernel_func_from_hub_with_fallback
@@ -110,35 +108,10 @@ def test_a_kernel_from_a_package_is_named_by_its_package():
     assert found["plain"] not in ("math", "a_package_that_nobody_has")
 
 
-FLA = """
-import functools, torch
-
-def dispatch(function):
-    @functools.wraps(function)
-    def wrapper(*arguments, **options):
-        return function(*arguments, **options)
-    return torch.compiler.disable(wrapper)
-
-@torch.compiler.disable
-@dispatch
-def chunk_gated_delta_rule(q, k, v, g, beta, initial_state=None, output_final_state=False, **kwargs):
-    raise RuntimeError("the package's chunk_gated_delta_rule was called")
-
-@dispatch
-def fused_recurrent_gated_delta_rule(q, k, v, g=None, beta=None, **kwargs):
-    raise RuntimeError("the package's fused_recurrent_gated_delta_rule was called")
-"""
-CONVOLUTION = """
-def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
-    raise RuntimeError("the package's causal_conv1d_fn was called")
-
-def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None):
-    raise RuntimeError("the package's causal_conv1d_update was called")
-"""
 LOOK = """
-import json, sys, torch
+import json, torch
 from small_models import build
-from draftline.kernels import kernels
+from draftline.kernels import kernels, torch_kernels
 model = build("hybrid")
 found = kernels(model, model.config.layer_types)["linear_attention"]
 try:
@@ -146,34 +119,29 @@ try:
     called = ""
 except RuntimeError as error:
     called = str(error)
-print(json.dumps([found, called]))
+with torch_kernels(model):
+    forced = kernels(model, model.config.layer_types)["linear_attention"]
+    logits = model(torch.arange(9)[None]).logits.sum().item()
+again = kernels(model, model.config.layer_types)["linear_attention"]
+print(json.dumps([found, called, forced, again, logits]))
 """
 
 
-def packages(folder, fla=None, convolution=None):
-    """Packages with the names, places and decorators of the real ones, to be found by transformers."""
-    files = {"fla/ops/gated_delta_rule/chunk.py": fla, "causal_conv1d/interface.py": convolution}
-    for name, text in files.items():
-        if text is not None:
-            path = folder / name
-            path.parent.mkdir(parents=True)
-            path.write_text(text)
-            (path.parent / "__init__.py").write_text(f"from .{path.stem} import *")
-            for parent in list(path.parent.parents)[: len(path.parts) - len(folder.parts) - 2]:
-                (parent / "__init__.py").touch()
-    return folder
-
-
 def look(folder):
-    """Kernels of a hybrid model in a process that has the packages of `folder`, and which of them its forward called."""
-    path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-    command = [sys.executable, "-c", LOOK]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path})
-    return json.loads(done.stdout.splitlines()[-1])
+    """Kernels of a hybrid model where the packages of `folder` are, and which of them its forward called.
+
+    Where torch's versions were forced, they ran, and after that the others are back.
+    """
+    found, called, forced, again, logits = kernel_packages.run(folder, LOOK)
+    assert set(forced.values()) == {"torch"}
+    assert forced.keys() == found.keys()
+    assert again == found
+    assert logits == pytest.approx(build("hybrid")(torch.arange(9)[None]).logits.sum().item(), rel=1e-5)
+    return found, called
 
 
 def test_kernels_are_those_that_a_forward_calls_where_the_packages_are_there(tmp_path):
-    found, called = look(packages(tmp_path, FLA, CONVOLUTION))
+    found, called = look(install(tmp_path, LOOKED_AT, CONVOLUTION_LOOKED_AT))
     assert found == {
         "causal_conv1d_fn": "causal_conv1d",
         "causal_conv1d_update": "causal_conv1d",
@@ -184,14 +152,14 @@ def test_kernels_are_those_that_a_forward_calls_where_the_packages_are_there(tmp
 
 
 def test_kernels_are_those_that_a_forward_calls_where_only_fla_is_there(tmp_path):
-    found, called = look(packages(tmp_path, FLA))
+    found, called = look(install(tmp_path, LOOKED_AT))
     assert (found["causal_conv1d_fn"], found["chunk_gated_delta_rule"]) == ("torch", "fla")
     assert called == "the package's chunk_gated_delta_rule was called"
 
 
 def test_a_package_that_cannot_be_imported_does_not_count_as_there(tmp_path):
     """What happens where triton is missing or broken: transformers takes its own version and says nothing."""
-    found, called = look(packages(tmp_path, "raise ImportError('no triton')"))
+    found, called = look(install(tmp_path, "raise ImportError('no triton')"))
     assert set(found.values()) == {"torch"}
     assert called == ""
 

@@ -11,6 +11,7 @@ from states_fixtures import RECORD, samples_of, save_target
 from draftline.errors import DraftlineError
 from draftline.extraction import extract
 from draftline.hidden_states import make_states
+from draftline.kernels import places
 from draftline.numerics_gate import check_part
 from draftline.states import StatesReader, write_states
 
@@ -58,6 +59,7 @@ def test_an_honest_part_passes(tmp_path, target, storage):
         assert fit["min_cosine"] > (0.999 if storage == "fp8_e4m3" else 0.9999)
     assert gate["figures"]["batch_invariance"] < 1e-5
     assert gate["figures"]["part"]["storage"] == storage
+    assert ("kernels" in gate["figures"]) == any(place.package != "torch" for place in places(build(manifest.name[6:])))
     assert len(gate["figures"]["samples"]) == 4
 
 
