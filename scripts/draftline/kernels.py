@@ -23,6 +23,12 @@ PACKAGES = {
 }
 
 
+VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention implementations of transformers that take packed sequences by their ends."""
+STEPS = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")
+"""Functions for one token at a time, which no forward over whole sequences calls."""
+
+
 def kernels(model: nn.Module, layer_types: list[str]) -> dict[str, Any]:
     """Per layer type of the loaded layers: the attention implementation, or each replaceable function's package.
 
@@ -88,6 +94,12 @@ def torch_kernels(model: nn.Module) -> Iterator[None]:
     finally:
         for place in before:
             place.names[place.name] = place.function
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether every layer's kernel takes sequences of any lengths one after the other and keeps them apart."""
+    attention = model.config._attn_implementation  # type: ignore[union-attr]
+    return attention in VARLEN and all(place.package != "torch" for place in places(model) if place.name not in STEPS)
 
 
 def versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Features are the tapped layers' outputs, whatever shares a batch; nothing above them runs."""
 
+import itertools
 from collections import Counter
 
 import kernel_packages
@@ -10,8 +11,9 @@ from small_models import BUILDERS, build
 from states_fixtures import LENGTHS, samples_of
 from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
+from draftline import extraction
 from draftline.extraction import batches, extract
-from draftline.kernels import kernels, versions
+from draftline.kernels import STEPS, kernels, packs, places, torch_kernels, versions
 from draftline.loading import decoder_layers
 
 TAPPED = [0, 2]
@@ -67,13 +69,73 @@ def test_hooks_are_gone_between_samples():
 
 
 @pytest.mark.parametrize("budget", [1, 63, 64, 150, 10_000])
-def test_batches_hold_each_sequence_once_longest_first_within_the_budget(budget):
-    groups = batches(LENGTHS, budget)
+@pytest.mark.parametrize("packed", [False, True])
+def test_batches_hold_each_sequence_once_longest_first_within_the_budget(budget, packed):
+    groups = batches(LENGTHS, budget, packed)
     flat = [n for group in groups for n in group]
     assert sorted(flat) == list(range(len(LENGTHS)))
     assert [LENGTHS[n] for n in flat] == sorted(LENGTHS, reverse=True)
-    for group in groups:
-        assert len(group) == 1 or len(group) * max(LENGTHS[n] for n in group) <= budget
+    for group, following in zip(groups, [*groups[1:], None]):
+        sizes = [LENGTHS[n] if packed else LENGTHS[group[0]] for n in group]
+        assert len(group) == 1 or sum(sizes) <= budget
+        if following:
+            assert sum(sizes) + (LENGTHS[following[0]] if packed else LENGTHS[group[0]]) > budget
+
+
+def by_ends(place):
+    """transformers' torch version of a kernel as one that takes packed sequences: each begins anew."""
+    own = place.torch_version
+
+    def rule(query, key, value, g, beta, cu_seqlens, **options):
+        parts = [slice(*ends) for ends in itertools.pairwise(cu_seqlens.tolist())]
+        kept = {name: options[name] for name in ("output_final_state", "use_qk_l2norm_in_kernel")}
+        outputs = [own(query[:, p], key[:, p], value[:, p], g=g[:, p], beta=beta[:, p], **kept)[0] for p in parts]
+        return torch.cat(outputs, dim=1), None
+
+    def convolution(hidden, weight, bias, activation, seq_idx, **options):
+        firsts = [0, *(seq_idx[0].diff().nonzero().flatten() + 1).tolist(), seq_idx.shape[1]]
+        parts = [slice(*ends) for ends in itertools.pairwise(firsts)]
+        return torch.cat([own(hidden[..., p].contiguous(), weight, bias, activation) for p in parts], dim=-1)
+
+    found = {"torch_chunk_gated_delta_rule": rule, "causal_conv1d_fn": convolution}[place.name]
+    found.__module__ = "fla"
+    return found
+
+
+def chosen_by_ends(model):
+    for place in places(model):
+        if place.name not in STEPS:
+            place.choose(by_ends(place))
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 100_000])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_features_of_packed_sequences_are_those_of_each_alone(name, batch_tokens, monkeypatch):
+    """On the CPU: attention by a mask of blocks, which transformers makes from positions, and torch's rule and convolution by ends."""
+    model = build(name)
+    expected = [plain_states(model, ids_T) for ids_T in sequences()]
+    monkeypatch.setattr(extraction, "packs", lambda model: True)
+    with torch_kernels(model):
+        chosen_by_ends(model)
+        found = dict(extract(model, TAPPED, sequences(), batch_tokens))
+    for n, reference_TF in enumerate(expected):
+        torch.testing.assert_close(found[n], reference_TF, atol=1e-5 * float(reference_TF.abs().max()), rtol=1e-5)
+        # The first tokens are where an earlier sequence's convolution or state would show.
+        torch.testing.assert_close(
+            found[n][:3], reference_TF[:3], atol=1e-5 * float(reference_TF.abs().max()), rtol=1e-5
+        )
+
+
+def test_sequences_are_packed_only_where_every_kernel_keeps_them_apart():
+    llama, hybrid = build("llama"), build("hybrid")
+    assert not packs(llama)
+    for model in (llama, hybrid):
+        model.config._attn_implementation = "flash_attention_2"
+    assert packs(llama)
+    with torch_kernels(hybrid):
+        assert not packs(hybrid)
+        chosen_by_ends(hybrid)
+        assert packs(hybrid)
 
 
 def test_kernels_name_attention_and_each_function_of_a_linear_layer():
