@@ -122,7 +122,7 @@ def _copy(manifest: Manifest, copy: Path) -> None:
     paths = {path.name: path for path in _needed(source)}
     sizes = {name: path.stat().st_size for name, path in paths.items()}
     _require_room(copy, sum(sizes.values()), manifest.model)
-    say(f"copying {manifest.model} to {copy}: {sum(sizes.values()) / 1e9:.1f} GB")
+    say(f"copying {manifest.model} to {copy}: {sum(sizes.values()) / 1e9:.3g} GB")
     copy.mkdir()
     try:
         with ThreadPoolExecutor(4) as pool:
