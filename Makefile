@@ -5,6 +5,7 @@
 # make gpus    this machine's GPUs, and who holds them
 # make window  the GPU jobs in a maintenance window of the config's service (docs/maintenance.md)
 # make env-sglang  .venv-sglang, the environment of engine sglang's server (docs/engines.md)
+# make unstage the copies of models below FOLDER, the config's target.stage_to, unless a job uses them
 # make clean   the environments; results/ stays
 #
 # ARGS goes to Snakemake: make run ARGS="--configfile presets/qwen3-8b.yaml"
@@ -19,7 +20,7 @@ CPU := .venv/cpu-$(call sum,envs/cpu.txt envs/constraints.txt)
 SGLANG := .venv-sglang/made-$(call sum,envs/sglang.txt envs/sglang-constraints.txt)
 TEST := .venv/test-$(call sum,envs/cpu.txt envs/test.txt envs/constraints.txt)
 
-.PHONY: run report gpus window env-sglang test check clean
+.PHONY: run report gpus window env-sglang unstage test check clean
 
 run: $(CPU)
 	@$(BIN)/python scripts/unlock.py
@@ -38,6 +39,9 @@ window: $(CPU)
 	@$(BIN)/python scripts/maintenance.py -- $(ARGS)
 
 env-sglang: $(SGLANG)
+
+unstage: $(CPU)
+	@$(BIN)/python scripts/unstage.py "$(FOLDER)"
 
 test: $(TEST)
 	# Two processes, a file each: tests use one thread.

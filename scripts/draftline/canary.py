@@ -55,7 +55,7 @@ def run_canary(
     failures = nothing_left(verdict, where) or verdict.failures
     layers: list[dict[str, float]] = []
     if not failures:
-        layers, failures = _states(samples.table, manifest, run["device"])
+        layers, failures = _states(samples.table, manifest, run)
     close_gate(
         output,
         record,
@@ -86,10 +86,10 @@ def choose(prompts: Sequence[str], count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _states(samples: pa.Table, manifest: Manifest, device: str) -> tuple[list[dict[str, float]], list[str]]:
+def _states(samples: pa.Table, manifest: Manifest, run: Mapping[str, Any]) -> tuple[list[dict[str, float]], list[str]]:
     from draftline.loading import load_model
 
-    model = load_model(manifest, device=device, last_layer=manifest.num_layers - 2)
+    model = load_model(manifest, run, last_layer=manifest.num_layers - 2)
     return check_layers(model, manifest.num_layers - 1, probes(samples), where=manifest.model)
 
 

@@ -3,6 +3,7 @@
 No tensor is read unless it is asked for, and no torch is needed until then.
 """
 
+import hashlib
 import math
 import re
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 import orjson
 
 from draftline.errors import DraftlineError
-from draftline.provenance import safetensors_header
+from draftline.provenance import canonical, safetensors_header
+from draftline.sources import sampled_digest
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +75,26 @@ class Checkpoint:
         """Parameters of the text model; without head and without layers above `last_layer` when that is given."""
         return sum(math.prod(entry.shape) for name, entry in self.entries.items() if self._wanted(name, last_layer))
 
+    def blocks(self, last_layer: int | None = None) -> dict[str, int]:
+        """Parameters of the same by block, in the order of a forward: embed_tokens, layers.0 .. layers.N, norm, lm_head.
+
+        A tied head counts like any other: on another device than the embedding it is a copy.
+        """
+        found: dict[str, int] = {}
+        for name, entry in self.entries.items():
+            if self._wanted(name, last_layer):
+                words = ["lm_head"] if name == self.head else name[len(self.prefix) :].split(".")
+                block = ".".join(words[: 2 if words[0] == "layers" else 1])
+                found[block] = found.get(block, 0) + math.prod(entry.shape)
+        if last_layer is None:
+            found.setdefault("lm_head", found["embed_tokens"])
+        layers = sorted(
+            (block for block in found if "." in block), key=lambda block: int(block.removeprefix("layers."))
+        )
+        last = [block for block in ("norm", "lm_head") if block in found]
+        first = [block for block in found if block not in (*layers, *last)]
+        return {block: found[block] for block in (*first, *layers, *last)}
+
     def _wanted(self, name: str, last_layer: int | None) -> bool:
         if name == self.head:
             return last_layer is None
@@ -80,6 +102,12 @@ class Checkpoint:
             return False
         layer = re.match(r"layers\.(\d+)\.", name[len(self.prefix) :])
         return last_layer is None or layer is None or int(layer[1]) <= last_layer
+
+
+def weights_sha256(checkpoint: Checkpoint) -> str:
+    """SHA-256 over the weight files' names and sampled contents: other weights of the same shapes differ."""
+    files = {name: sampled_digest(checkpoint.folder / name) for name in checkpoint.files}
+    return hashlib.sha256(canonical(files)).hexdigest()
 
 
 def _weight_files(folder: Path) -> list[str]:

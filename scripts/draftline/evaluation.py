@@ -22,10 +22,12 @@ from draftline.errors import DraftlineError
 from draftline.heads import Heads
 from draftline.manifest import Manifest
 from draftline.progress import Progress
-from draftline.states import STATES_FACTS, StatesReader
+from draftline.states import STATES_FACTS, StatesReader, difference
 from draftline.statistics import bootstrap_interval
 
 CHAIN = "chain"
+COMPUTED_BY = ("dtype", "kernels")
+"""Facts in which the states of training and evaluation must agree. Their storage may differ: `draftline.storage.of_bench`."""
 BLOCKS = 128
 """Blocks drafted at once; run.evaluate.batch of the config."""
 
@@ -137,9 +139,17 @@ def evaluate_drafter(
             f"{weights}: reads layers {list(drafter.config.target_layer_ids)}, but {states} holds {bench.states.layers};"
             " make both with one hidden_states.layers"
         )
+    mismatch = training and difference("training", bench.states.facts, training, COMPUTED_BY)
+    if mismatch and not config["allow_kernel_mismatch"]:
+        raise DraftlineError(
+            f"{states}: not computed like what {weights} learned from: {mismatch}; make both on one kind of machine, or set"
+            " evaluate.allow_kernel_mismatch: true to measure all the same"
+        )
     device = run["device"]
     proposer = DrafterProposer(drafter.to(device), Heads.load(heads, device), run.get("batch", BLOCKS))
-    return evaluate(proposer, bench, config, training)
+    found = evaluate(proposer, bench, config, training)
+    found["harness"]["kernel_mismatch"] = mismatch
+    return found
 
 
 def training_states(weights: str) -> dict[str, Any] | None:

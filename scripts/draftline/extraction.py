@@ -2,18 +2,21 @@
 
 Sequences of like length share a forward and are padded on the right, without an attention mask: in a causal model, with
 attention or a recurrent state, nothing at a position depends on what comes after it, so the pads reach no real token. That
-keeps the fast causal kernels (a mask would rule them out, and grouped heads would be copied).
+keeps the fast causal kernels (a mask would rule them out, and grouped heads would be copied). Where every layer's kernel takes
+packed sequences, they stand one after the other in one row, without pads.
 
 Shapes: B sequences of a batch, S positions, T tokens of one sequence, K tapped layers, H hidden size, F = K * H.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from draftline.kernels import packs
 from draftline.loading import backbone, decoder_layers
 
 BATCH_TOKENS = 16384
@@ -34,14 +37,19 @@ def extract(
     Feature columns are the outputs of the decoder layers `layer_ids` (ascending, 0-based), one after the other. A forward
     takes at most `batch_tokens` positions, pads included, or one sequence. Layers above the highest and the head never run.
     """
-    for batch in batches([len(sequence) for sequence in sequences], batch_tokens):
-        tapped = _forward(model, layer_ids, _padded([sequences[n] for n in batch]))
-        for b, n in enumerate(batch):
-            yield n, torch.cat([output_BSH[b, : len(sequences[n])] for output_BSH in tapped], dim=-1)
+    packed = packs(model)
+    device = next(model.parameters()).device
+    for batch in batches([len(sequence) for sequence in sequences], batch_tokens, packed):
+        rows = [torch.as_tensor(sequences[n], dtype=torch.int64) for n in batch]
+        inputs, places = (_packed if packed else _padded)(rows, device)
+        tapped = _forward(model, layer_ids, inputs)
+        for n, (b, where) in zip(batch, places):
+            # A model may lie on several devices; the highest layer's takes all.
+            yield n, torch.cat([output_BSH[b, where].to(tapped[-1].device) for output_BSH in tapped], dim=-1)
 
 
 @torch.no_grad()
-def _forward(model: nn.Module, layer_ids: Sequence[int], ids_BS: torch.Tensor) -> list[torch.Tensor]:
+def _forward(model: nn.Module, layer_ids: Sequence[int], inputs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Outputs [B, S, H] of the tapped layers."""
     outputs: list[torch.Tensor] = []
 
@@ -54,22 +62,49 @@ def _forward(model: nn.Module, layer_ids: Sequence[int], ids_BS: torch.Tensor) -
         for i in layer_ids:
             stack.callback(decoder_layers(model)[i].register_forward_hook(tap).remove)
         stack.enter_context(suppress(_Reached))
-        backbone(model)(input_ids=ids_BS.to(next(model.parameters()).device), use_cache=False)
+        backbone(model)(**inputs, use_cache=False)
     return outputs
 
 
-def batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Indices of sequences, longest first, in groups of at most `batch_tokens` padded positions (or one sequence)."""
+def batches(lengths: Sequence[int], batch_tokens: int, packed: bool = False) -> list[list[int]]:
+    """Indices of sequences, longest first, in groups of at most `batch_tokens` positions, pads included (or one sequence)."""
     groups: list[list[int]] = []
+    room = 0
     for n in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
-        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= batch_tokens:
+        # Padded, each takes as many positions as the first of its group.
+        taken = lengths[groups[-1][0]] if groups and not packed else lengths[n]
+        if groups and taken <= room:
             groups[-1].append(n)
+            room -= taken
         else:
             groups.append([n])
+            room = batch_tokens - lengths[n]
     return groups
 
 
-def _padded(sequences: list[torch.Tensor | list[int]]) -> torch.Tensor:
-    """Token ids [B, S] int64, padded on the right with id 0, which no real token sees."""
-    rows = [torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences]
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+Places = list[tuple[int, slice]]
+"""Row and positions of each sequence in a batch."""
+
+
+def _padded(rows: list[torch.Tensor], device: torch.device) -> tuple[dict[str, Any], Places]:
+    """A sequence a row, padded on the right with id 0, which no real token sees."""
+    ids_BS = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return {"input_ids": ids_BS.to(device)}, [(b, slice(len(row))) for b, row in enumerate(rows)]
+
+
+def _packed(rows: list[torch.Tensor], device: torch.device) -> tuple[dict[str, Any], Places]:
+    """All sequences in one row; each begins at position 0, and attention, convolution and state begin anew with it."""
+    lengths = [len(row) for row in rows]
+    ends = [0, *itertools.accumulate(lengths)]
+    ends_N = torch.tensor(ends, dtype=torch.int32, device=device)
+    whose_T = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(lengths))
+    inputs = {
+        "input_ids": torch.cat(rows)[None].to(device),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device),
+        "cu_seq_lens_q": ends_N,  # flash attention and fla
+        "cu_seq_lens_k": ends_N,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "seq_idx": whose_T[None].to(device),  # causal_conv1d
+    }
+    return inputs, [(0, slice(start, end)) for start, end in itertools.pairwise(ends)]

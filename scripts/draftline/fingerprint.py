@@ -25,6 +25,7 @@ OUTSIDE = frozenset(
         "server",
         "settings",
         "slurm",
+        "staging",
         "staleness",
         "table",
         "writing",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftline import provenance
+from draftline.convolution import prefer_fla_convolution
 from draftline.cpu_linear import pack
 from draftline.errors import DraftlineError
 from draftline.extraction import extract
@@ -70,7 +71,8 @@ def make_states(
     disk, and states that cannot be right.
     """
     ids = layer_ids(layers, manifest.num_layers, "hidden_states.layers")
-    model = pack(load_model(manifest, run["device"], last_layer=ids[-1]))
+    model = pack(load_model(manifest, run, last_layer=ids[-1]))
+    prefer_fla_convolution(model)
     facts = {
         "target": {"name": manifest.name, "weights_sha256": manifest.weights_sha256},
         "kernels": kernels(model, manifest.layer_types),

@@ -4,10 +4,12 @@ transformers takes a layer's kernel from a package (fla, causal_conv1d) where it
 own, and says so in one warning. Features of the one are not those of the other, so each part's header names what ran.
 """
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -19,6 +21,12 @@ PACKAGES = {
     "fla": "flash-linear-attention",
     "causal_conv1d": "causal-conv1d",
 }
+
+
+VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention implementations of transformers that take packed sequences by their ends."""
+STEPS = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")
+"""Functions for one token at a time, which no forward over whole sequences calls."""
 
 
 def kernels(model: nn.Module, layer_types: list[str]) -> dict[str, Any]:
@@ -35,6 +43,65 @@ def kernels(model: nn.Module, layer_types: list[str]) -> dict[str, Any]:
     return found
 
 
+class Place(NamedTuple):
+    """Where a layer's module looks for a replaceable function: under `name` in its file's `names`. `chosen` is what runs."""
+
+    names: dict[str, Any]
+    name: str
+    function: Callable[..., Any]
+    chosen: Callable[..., Any]
+
+    @property
+    def package(self) -> str:
+        package = (self.chosen.__module__ or "").partition(".")[0]
+        return "torch" if package == "transformers" else package
+
+    @property
+    def torch_version(self) -> Callable[..., Any]:
+        """transformers' own version, for which the others stand in."""
+        own: Callable[..., Any] = inspect.unwrap(self.function)
+        return own
+
+    def choose(self, implementation: Callable[..., Any]) -> None:
+        """Let every model of this kind in the process call `implementation`, and `kernels` find it."""
+
+        @functools.wraps(self.torch_version)
+        def function(*arguments: Any, **options: Any) -> Any:
+            return implementation(*arguments, **options)
+
+        self.names[self.name] = function
+
+
+def places(model: nn.Module) -> list[Place]:
+    """The replaceable functions that a model's layers call, each once."""
+    found = {
+        (id(place.names), place.name): place
+        for layer in decoder_layers(model)
+        for module in layer.children()
+        for place in _replaceable(module)
+    }
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def torch_kernels(model: nn.Module) -> Iterator[None]:
+    """Within the block a model's layers run on transformers' own torch versions, whatever packages are there."""
+    before = places(model)
+    for place in before:
+        place.choose(place.torch_version)
+    try:
+        yield
+    finally:
+        for place in before:
+            place.names[place.name] = place.function
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether every layer's kernel takes sequences of any lengths one after the other and keeps them apart."""
+    attention = model.config._attn_implementation  # type: ignore[union-attr]
+    return attention in VARLEN and all(place.package != "torch" for place in places(model) if place.name not in STEPS)
+
+
 def versions() -> dict[str, str]:
     """Versions of the installed packages that decide on numerics."""
     installed: dict[str, str] = {}
@@ -48,24 +115,16 @@ def versions() -> dict[str, str]:
 
 def _of_functions(layer: nn.Module) -> dict[str, str]:
     """Package of every function with a replaceable implementation that the layer's own modules call."""
-    return {
-        name.removeprefix("torch_"): _package(implementation)
-        for module in layer.children()
-        for name, implementation in sorted(_replaceable(module))
-    }
+    found = [place for module in layer.children() for place in _replaceable(module)]
+    return {place.name.removeprefix("torch_"): place.package for place in sorted(found, key=lambda place: place.name)}
 
 
-def _replaceable(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Functions named in a module's forward that transformers wrapped around a chosen `implementation`."""
+def _replaceable(module: nn.Module) -> Iterator[Place]:
+    """Functions named in a module's forward that transformers, or `Place.choose`, wrapped around an `implementation`."""
     forward = inspect.unwrap(type(module).forward)
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
         if inspect.isfunction(function):
             chosen = inspect.getclosurevars(function).nonlocals.get("implementation")
             if chosen is not None:
-                yield name, chosen
-
-
-def _package(implementation: Callable[..., Any]) -> str:
-    package = (implementation.__module__ or "").partition(".")[0]
-    return "torch" if package == "transformers" else package
+                yield Place(forward.__globals__, name, function, chosen)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,40 +10,54 @@ from draftline import memory
 from draftline.checkpoint import Checkpoint
 from draftline.errors import DraftlineError
 from draftline.manifest import Manifest
+from draftline.placement import module_names, needs, split
+from draftline.staging import staged
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+CPU = {"device": "cpu"}
 HEADROOM = 1.05
 """Memory for a model over that of its parameters."""
 
 
 def load_model(
-    manifest: Manifest, device: str = "cpu", dtype: "torch.dtype | None" = None, last_layer: int | None = None
+    manifest: Manifest,
+    run: Mapping[str, Any] = CPU,
+    dtype: "torch.dtype | None" = None,
+    last_layer: int | None = None,
 ) -> "nn.Module":
     """The target's text model in eval mode, frozen, in `dtype` (default: the checkpoint's).
 
-    Of a multimodal checkpoint the text part only is loaded. With `last_layer` it is the bare backbone with the layers
-    0..`last_layer`: layers above and the head are neither loaded nor run. Raises DraftlineError when files are missing,
-    tensors do not fit the config, or `device` has too little free memory.
+    `run` holds the job's `device`, `gpus` over which the layers are spread, and `stage_to` where the files are to be read
+    from a copy (`draftline.staging`). Of a multimodal checkpoint the text part only is loaded. With `last_layer` it is the
+    bare backbone with the layers 0..`last_layer`: layers above and the head are neither loaded nor run. Raises
+    DraftlineError when files are missing, tensors do not fit the config, or a device has too little free memory.
     """
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
+    device, manifest = run["device"], staged(manifest, run.get("stage_to"))
     dtype = dtype or getattr(torch, manifest.dtype)
     folder = model_folder(manifest)
     config = text_config(manifest)
     checkpoint = Checkpoint(folder)
     if last_layer is not None:
         _cut(config, last_layer + 1)
-    _check_memory(checkpoint.text_parameters(last_layer) * dtype.itemsize, device, folder)
     build: Any = AutoModelForCausalLM if last_layer is None else AutoModel
+    devices = [f"cuda:{n}" for n in range(run.get("gpus", 1))] if device == "cuda" else [device]
+    if len(devices) > 1:
+        blocks = split(checkpoint.blocks(last_layer), devices)
+        placed, needed = module_names(build, config, blocks), needs(checkpoint.blocks(last_layer), blocks)
+    else:
+        placed, needed = {"": device}, {device: checkpoint.text_parameters(last_layer)}
+    _check_memory({name: count * dtype.itemsize for name, count in needed.items()}, folder)
     model, report = build.from_pretrained(
         folder,
         config=config,
         dtype=dtype,
-        device_map={"": device} if device != "cpu" else None,
+        device_map=placed if device != "cpu" else None,
         trust_remote_code=manifest.trust_remote_code,
         key_mapping=_renaming(checkpoint) or None,
         output_loading_info=True,
@@ -97,13 +112,15 @@ def _renaming(checkpoint: Checkpoint) -> dict[str, str]:
     return {f"^{re.escape(found)}": own for found, own in names.items() if found not in ("", own)}
 
 
-def _check_memory(needed: float, device: str, folder: Path) -> None:
+def _check_memory(needed: Mapping[str, float], folder: Path) -> None:
+    """Raise DraftlineError, with need and free memory of every device, where one has too little for `needed` bytes."""
     import torch
 
-    needed *= HEADROOM
-    free = memory.available() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
-    if needed > free:
-        raise DraftlineError(
-            f"{folder}: needs {needed / 1e9:.1f} GB on {device}, {free / 1e9:.1f} GB are free;"
-            " free some, use a larger machine, or set target.dtype: bfloat16"
+    needed = {device: amount * HEADROOM for device, amount in needed.items()}
+    free = {device: memory.available() if device == "cpu" else torch.cuda.mem_get_info(device)[0] for device in needed}
+    if any(needed[device] > free[device] for device in needed):
+        figures = "; ".join(
+            f"{needed[device] / 1e9:.1f} GB on {device}, {free[device] / 1e9:.1f} GB are free" for device in needed
         )
+        remedy = "free some, use a larger machine or more GPUs (run.hidden_states.gpus), or set target.dtype: bfloat16"
+        raise DraftlineError(f"{folder}: needs {figures}; {remedy}")

@@ -20,11 +20,11 @@ from draftline import provenance
 from draftline.gates import close_gate
 from draftline.manifest import Manifest
 from draftline.progress import say
+from draftline.storage import layer_bytes
 from draftline.tokens import EXAMPLES, Ragged, Samples, mask_sums, read_samples, supervised
 
 TEXT_TOKENS = 24
 """Of a dominant answer, so many tokens are shown."""
-STORAGE_BYTES = {"bf16": 2, "fp32": 4}
 STATUS_LIMITS = {"truncated": "truncated_share", "repetition": "looping_share", "empty": "empty_share"}
 STATUS_WORDS = {"truncated": "truncated", "repetition": "loops", "empty": "empty"}
 
@@ -218,9 +218,10 @@ def gate_shard(
     verdict = judge(collect([samples]), config["mask_gate"], config["block_size"], decode, tokens)
     length = int(Ragged.of(samples.table["input_ids"]).lengths.sum(dtype=np.int64))
     layers, storage = config["tapped_layers"], config["hidden_states"]["storage"]
-    needed = length * layers * manifest.hidden_size * STORAGE_BYTES[storage]
+    each = layer_bytes(storage, manifest.hidden_size)
+    needed = length * layers * each
     states = Path(output).parents[2] / "hidden_states"
-    size = f"{length:,} tokens x {layers} layers x {manifest.hidden_size} x {STORAGE_BYTES[storage]} bytes"
+    size = f"{length:,} tokens x {layers} layers x {each:,} bytes, {storage}"
     say(f"{tokens}: hidden states to come: {_bytes(needed)} ({size})")
     room = _room(states, Path(output).stem)
     if needed > room:

@@ -2,7 +2,8 @@
 
 The reference runs in fp32, one sample at a time, without hooks: transformers' own `output_hidden_states`. Beside the
 distance it is asked where the stored features fit best, among neighbouring layers and tokens: rounding moves a state a
-little, a wrong layer or a shifted token moves the best fit.
+little, a wrong layer or a shifted token moves the best fit. Where a package's kernels are there (fla on a GPU), they are compared
+with transformers' torch versions and with fp32, which the torch versions compute.
 
 Shapes: T tokens, K tapped layers, H hidden size, F = K * H.
 """
@@ -17,23 +18,31 @@ import torch
 from torch import nn
 
 from draftline import provenance
+from draftline.convolution import prefer_fla_convolution
 from draftline.errors import DraftlineError
 from draftline.extraction import extract
 from draftline.gates import close_gate
-from draftline.kernels import kernels, versions
+from draftline.kernels import kernels, places, torch_kernels, versions
 from draftline.loading import backbone, load_model
 from draftline.manifest import Manifest
 from draftline.progress import say
 from draftline.states import StatesReader
+from draftline.storage import FP8
 
 OFFSETS = list(itertools.product((-1, 0, 1), (-1, 0, 1)))
 """(layer offset, token shift) pairs that are compared."""
 
-ROUNDING = {"bf16": 2.0**-8, "fp32": 1e-4}
-"""Largest relative RMS error of an fp32 target by storage: one bf16 step, or other orders of summation."""
+ROUNDING = {"bf16": 2.0**-8, "fp32": 1e-4, FP8: 2.0**-3 / math.sqrt(12)}
+"""Largest relative RMS error of an fp32 target by storage: one bf16 step, other orders of summation, and the RMS of errors spread
+evenly over fp8's widest step, 0.036 (real states have 0.02 to 0.03)."""
 
 BATCH_INVARIANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 """Largest relative RMS difference between a padded batch and single samples, by dtype of the target (6.1, 6.3.4)."""
+
+
+KERNEL_ERROR, KERNEL_FLOOR = 2.0, 5e-3
+"""Largest relative RMS difference between kernels and the torch versions: in errors of the latter to fp32 (6.3.2), and what is let
+pass in any case (6.3.1): where the target is fp32 the torch versions have no error."""
 
 
 class LayerFit:
@@ -84,17 +93,21 @@ def check_part(
     if not len(reader):
         raise DraftlineError(f"{states}: has no samples to check; lower hidden_states.parts_per_shard")
     chosen = sorted({n * len(reader) // config["samples"] for n in range(config["samples"])})
-    model = load_model(manifest, run["device"], torch.float32, last_layer=reader.layers[-1] + 1)
+    model = load_model(manifest, run, torch.float32, last_layer=reader.layers[-1] + 1)
     fits = {layer: LayerFit() for layer in reader.layers}
-    for n in chosen:
-        reference = reference_states(model, reader.input_ids(n))
-        for layer, stored_TH in zip(fits, reader.features(n).chunk(len(fits), dim=1)):
-            fits[layer].add(stored_TH, reference, layer)
-        say(f"sample {reader.ids[n]}: {reader.lengths[n]} tokens compared")
-    reference_kernels = kernels(model, manifest.layer_types)
+    references = []
+    with torch_kernels(model):
+        for n in chosen:
+            reference = reference_states(model, reader.input_ids(n))
+            for layer, stored_TH in zip(fits, reader.features(n).chunk(len(fits), dim=1)):
+                fits[layer].add(stored_TH, reference, layer)
+            references.append(torch.cat([reference[layer + 1] for layer in fits], dim=1))
+            say(f"sample {reader.ids[n]}: {reader.lengths[n]} tokens compared")
+        reference_kernels = kernels(model, manifest.layer_types)
     if manifest.dtype != "float32":
         del model
-        model = load_model(manifest, run["device"], last_layer=reader.layers[-1])
+        model = load_model(manifest, run, last_layer=reader.layers[-1])
+    prefer_fla_convolution(model)
     figures: dict[str, Any] = {
         "samples": [reader.ids[n] for n in chosen],
         "layers": {str(layer): fit.figures() for layer, fit in fits.items()},
@@ -102,6 +115,8 @@ def check_part(
         "part": {name: reader.facts[name] for name in ("dtype", "storage", "kernels", "versions")},
         "reference": {"dtype": "float32", "kernels": reference_kernels, "versions": versions()},
     }
+    if any(place.package != "torch" for place in places(model)):
+        figures["kernels"] = compare_kernels(model, reader.layers, [reader.input_ids(n) for n in chosen], references)
     limits = {name: config[name] for name in ("mean_cosine", "min_cosine")}
     limits["batch_invariance"] = BATCH_INVARIANCE[manifest.dtype]
     if reader.facts["dtype"] == "float32":
@@ -125,9 +140,46 @@ def batch_invariance(model: nn.Module, layers: Sequence[int], sequences: list[to
     return math.sqrt(error / sum(float(features_TF.double().square().sum()) for features_TF in alone.values()))
 
 
+def compare_kernels(
+    model: nn.Module, layers: Sequence[int], sequences: list[torch.Tensor], references: list[torch.Tensor]
+) -> dict[str, Any]:
+    """By layer, how far the model's kernels, transformers' torch versions and fp32 are from each other (`distance`).
+
+    `references` [T, F] are the features of each sequence in fp32 by the torch versions.
+    """
+    fast = [features_TF.cpu() for _, features_TF in sorted(extract(model, layers, sequences, batch_tokens=1))]
+    with torch_kernels(model):
+        plain = [features_TF.cpu() for _, features_TF in sorted(extract(model, layers, sequences, batch_tokens=1))]
+    pairs = {"found_to_torch": (fast, plain), "found_to_fp32": (fast, references), "torch_to_fp32": (plain, references)}
+    return {
+        str(layer): {
+            name: distance([[of_sample.chunk(len(layers), dim=1)[k] for of_sample in one] for one in pair])
+            for name, pair in pairs.items()
+        }
+        for k, layer in enumerate(layers)
+    }
+
+
+def distance(pair: Sequence[Sequence[torch.Tensor]]) -> dict[str, float]:
+    """`relative_rms`, `mean_cosine` and `min_cosine` by token of one layer's states [T, H] of all samples to others."""
+    error = norm = 0.0
+    cosines = []
+    for ours_TH, theirs_TH in zip(*pair):
+        ours_TH, theirs_TH = ours_TH.double(), theirs_TH.double()
+        error += float((ours_TH - theirs_TH).square().sum())
+        norm += float(theirs_TH.square().sum())
+        cosines.append(nn.functional.cosine_similarity(ours_TH, theirs_TH, dim=1))
+    found = torch.cat(cosines)
+    return {
+        "relative_rms": math.sqrt(error / norm),
+        "mean_cosine": float(found.mean()),
+        "min_cosine": float(found.min()),
+    }
+
+
 def failures(states: str, figures: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
     """What the figures break, in words: wiring first, then distance, then the batch."""
-    wiring, distance = [], []
+    wiring, apart = [], []
     part = figures["part"]
     made = f"dtype {part['dtype']}, storage {part['storage']}, kernels {part['kernels']}"
     for layer, fit in figures["layers"].items():
@@ -146,13 +198,27 @@ def failures(states: str, figures: Mapping[str, Any], limits: Mapping[str, float
             or fit["min_cosine"] < limits["min_cosine"]
             or fit["relative_rms"] > limits.get("relative_rms", math.inf)
         ):
-            distance.append(
+            apart.append(
                 f"{states}: layer {layer}: too far from an fp32 forward: {measured}; made with {made}: check these,"
                 " or raise target.dtype or hidden_states.storage"
             )
+    for layer, between in figures.get("kernels", {}).items():
+        found, own = between["found_to_torch"], between["torch_to_fp32"]["relative_rms"]
+        allowed = max(KERNEL_ERROR * own, KERNEL_FLOOR)
+        if (
+            found["mean_cosine"] < limits["mean_cosine"]
+            or found["min_cosine"] < limits["min_cosine"]
+            or found["relative_rms"] > allowed
+        ):
+            apart.append(
+                f"{states}: layer {layer}: the kernels found here are too far from transformers' torch versions: mean cosine"
+                f" {found['mean_cosine']:.5f} (limit {limits['mean_cosine']}), least {found['min_cosine']:.5f} (limit"
+                f" {limits['min_cosine']}), relative RMS {found['relative_rms']:.2e} (limit {allowed:.2e}, {KERNEL_ERROR:g}"
+                f" times the torch versions' own to fp32); made with {made}: repair, remove or update that package"
+            )
     if figures["batch_invariance"] > limits["batch_invariance"]:
-        distance.append(
+        apart.append(
             f"{states}: samples of a padded batch differ from single ones by {figures['batch_invariance']:.2e} (relative"
             f" RMS, limit {limits['batch_invariance']:.0e}); set run.hidden_states.batch to 1 or repair the kernels ({made})"
         )
-    return wiring + distance
+    return wiring + apart

@@ -28,6 +28,7 @@ from draftline.packages import OFFLINE
 from draftline.provenance import canonical, digest
 from draftline.settings import ROOT, RUN_FILE, cut, settings_hash, write
 from draftline.staleness import Node, Staleness
+from draftline.storage import of_bench
 from draftline.visits import segment_visits
 
 STALE = Path("results/.resume/stale.json")
@@ -225,6 +226,10 @@ class Plan:
             part["block_size"] = max(drafter["block_size"] for drafter in drafters.values())
         if rule == "mask_gate_shard":
             part["tapped_layers"] = layers if isinstance(layers, int) else len(layers)
+        if rule == "target":
+            del part["target"]["stage_to"]
+        if rule == "bench_hidden_states":
+            part["hidden_states"]["storage"] = of_bench(part["hidden_states"]["storage"])
         if rule == "bench_completions":
             part["engine"] = self._asked(rule)[0]
         makes = rule in ("canary", "completions", "bench_completions")
@@ -233,6 +238,7 @@ class Plan:
         if rule == "train_segment":
             del part["drafters"][entry]["checkpoints"]
         if rule == "evaluate_baseline":
+            del part["evaluate"]["allow_kernel_mismatch"]
             name = next(iter(drafters))
             shape = ("layers", "block_size", "heads", "kv_heads", "head_dim", "intermediate_size", "rope_theta",
                      "max_position_embeddings", "sliding_window", "layer_types", "seed")  # fmt: skip
@@ -244,6 +250,7 @@ class Plan:
         if rule == "report":
             outside = ("run", "maintenance", "engine", "engine_benchmarks")
             part.update({key: value for key, value in config.items() if key not in outside})
+            part["target"] = {key: value for key, value in config["target"].items() if key != "stage_to"}
 
     def _sources(self, rule: str, entry: str | None) -> dict[str, str]:
         cache = sources.DIGESTS
@@ -370,6 +377,8 @@ class Plan:
             options["batch"] = self.config["run"][kind]["batch"]
         if kind == "completions":
             options["engine"] = self._asked(rule, entry)[1]
+        if kind in ("completions", "hidden_states") and self.config["target"]["stage_to"]:
+            options["stage_to"] = self.config["target"]["stage_to"]
         return options
 
     def _asked(self, rule: str, entry: str | None = None) -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Files of hidden states: written by a thread while the target computes, read memory-mapped.
+"""Files of hidden states: fetched and written by a thread while the target computes, read memory-mapped.
 
 A part is one safetensors file (docs/artifacts.md). Lengths are known before the first forward, so every sample has its
 place in the file from the start: samples are computed in any order and written where they belong, and memory holds a few
@@ -26,23 +26,43 @@ from safetensors import SafetensorError, safe_open
 
 from draftline import provenance
 from draftline.errors import DraftlineError
+from draftline.host_copies import HostCopies, computed
 from draftline.layer_statistics import LayerStatistics, measure, refuse_broken
+from draftline.storage import decode, encode, tensor_dtypes
 
 if TYPE_CHECKING:
     from draftline.manifest import Manifest
 
 CONVENTION = "output of decoder layer i, 0-based, before any final norm; Hugging Face hidden_states[i+1]"
-STORAGE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-CODES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8"}
+CODES = {
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
 
 QUEUE = 8
 """Samples computed but not yet on disk; the forward waits when there are more."""
+
+FIGURES = "figures"
+"""Name under which a sample's statistics travel beside its tensors."""
 
 READ_BACK = 8
 """Samples of a part that are read again from the finished file and compared with what was computed."""
 
 STATES_FACTS = ("layers", "convention", "storage", "dtype", "kernels", "versions")
-"""Facts of hidden states that must agree between training, evaluation and serving."""
+"""Facts of hidden states that a drafter takes along and an evaluation states, of its own states and of training's."""
+
+PARTS_AGREE = ("convention", "storage", "dtype", "kernels")
+"""Facts in which all states that a drafter learns from must agree, besides target and layers."""
+
+
+def difference(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], facts: Sequence[str]) -> str | None:
+    """In which of `facts` the states `ours` and those called `name` differ, with both values; None where they agree."""
+    differing = [fact for fact in facts if ours[fact] != theirs[fact]]
+    return "; ".join(f"{fact} {ours[fact]}, in {name} {theirs[fact]}" for fact in differing) or None
 
 
 @dataclass(frozen=True)
@@ -71,9 +91,9 @@ class StatesReader:
             self.facts: dict[str, Any] = {
                 name: orjson.loads(text) for name, text in header["__metadata__"].items() if name != provenance.KEY
             }
-            with safe_open(str(path), framework="pt") as file:
-                self._tensors = {name: file.get_tensor(name) for name in _layout(0, 0, 0, torch.float32)}
             self.layers: list[int] = self.facts["layers"]
+            with safe_open(str(path), framework="pt") as file:
+                self._tensors = {name: file.get_tensor(name) for name in _layout(0, 0, 0, 0, self.facts["storage"])}
             target = self.facts["target"]
         except (KeyError, ValueError, SafetensorError) as error:
             raise DraftlineError(f"{path}: no file of hidden states ({error}); move it away and run again") from None
@@ -92,8 +112,12 @@ class StatesReader:
         return len(self.ids)
 
     def features(self, n: int) -> torch.Tensor:
-        """Sample n's features [T, F] in storage dtype, layers in ascending order."""
-        return self._rows("features", n)
+        """Sample n's features [T, F] in storage dtype (fp8 as bf16), layers in ascending order."""
+        return decode(self.stored(n))
+
+    def stored(self, n: int) -> dict[str, torch.Tensor]:
+        """Sample n's features as they lie in the file, by tensor."""
+        return {name: self._rows(name, n) for name in tensor_dtypes(self.facts["storage"])}
 
     def input_ids(self, n: int) -> torch.Tensor:
         """Sample n's token ids, int64 [T]."""
@@ -155,16 +179,19 @@ class StatesWriter:
         self._path, self._descriptor, self._record = path, descriptor, record
         self._samples, self._layers = samples, list(layers)
         self._facts = {**facts, "layers": self._layers, "convention": CONVENTION, "storage": storage}
-        self._dtype, self._width = STORAGE[storage], len(layers) * hidden_size
+        self._storage, self._width = storage, len(layers) * hidden_size
         self._starts = [0, *itertools.accumulate(len(sample.input_ids) for sample in samples)]
-        self._layout = _layout(len(samples), self._starts[-1], self._width, self._dtype)
+        self._layout = _layout(len(samples), self._starts[-1], len(layers), hidden_size, storage)
         self._statistics = LayerStatistics(len(samples), len(layers))
         self._reserved = len(self._header()) + 128 * len(layers)  # four numbers of at most 24 digits come in later
         self._digests = dict.fromkeys(range(0, len(samples), max(len(samples) // READ_BACK, 1)), b"")
+        self._copies = HostCopies()
         self._written = 0
         self._error: BaseException | None = None
         self._require_space()
-        self._queue: queue.Queue[tuple[int, torch.Tensor, torch.Tensor] | None] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[int, dict[str, torch.Tensor], torch.cuda.Event | None] | None] = queue.Queue(
+            QUEUE
+        )
         self._thread = threading.Thread(target=self._work, name="states-writer", daemon=True)
         self._thread.start()
 
@@ -175,8 +202,9 @@ class StatesWriter:
         expected = (len(self._samples[n].input_ids), self._width)
         if features_TF.shape != expected:
             raise ValueError(f"sample {n}: features {tuple(features_TF.shape)}, expected {expected}")
-        stored_TF = features_TF.to(self._dtype)
-        self._queue.put((n, stored_TF, measure(stored_TF, len(self._layers))))
+        stored = encode(features_TF, self._storage, len(self._layers))
+        stored[FIGURES] = measure(decode(stored), len(self._layers))
+        self._queue.put((n, stored, computed(features_TF)))
 
     def join(self) -> None:
         """Wait for the writing thread to end."""
@@ -202,7 +230,7 @@ class StatesWriter:
     def compare(self, written: StatesReader) -> None:
         """Raise DraftlineError if samples of the finished file are not what was computed."""
         for n, expected in self._digests.items():
-            if hashlib.sha256(_bytes(written.features(n))).digest() != expected:
+            if _digest(written.stored(n)) != expected:
                 raise DraftlineError(
                     f"{self._path}: sample {self._samples[n].id}: came back from the disk different from what was"
                     " computed; check the disk, then run again"
@@ -218,14 +246,15 @@ class StatesWriter:
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that computes
                 self._error = error
 
-    def _write_sample(self, n: int, stored_TF: torch.Tensor, figures: torch.Tensor) -> None:
-        figures = figures.cpu()
+    def _write_sample(self, n: int, stored: dict[str, torch.Tensor], ready: "torch.cuda.Event | None") -> None:
+        stored = self._copies.fetch(stored, ready)
+        figures = stored.pop(FIGURES)
         refuse_broken(figures, self._layers, str(self._path), self._samples[n].id)
-        self._statistics.add(n, figures, stored_TF.numel() // len(self._layers))
-        stored_TF = stored_TF.cpu()
+        self._statistics.add(n, figures, stored["features"].numel() // len(self._layers))
         if n in self._digests:
-            self._digests[n] = hashlib.sha256(_bytes(stored_TF)).digest()
-        self._write_tensor("features", stored_TF, self._starts[n] * self._width * self._dtype.itemsize)
+            self._digests[n] = _digest(stored)
+        for name, rows in stored.items():
+            self._write_tensor(name, rows, self._starts[n] * rows.shape[1] * rows.itemsize)
         self._written += 1
 
     def _header(self) -> bytes:
@@ -258,12 +287,13 @@ class StatesWriter:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
-def _layout(samples: int, tokens: int, width: int, storage: torch.dtype) -> dict[str, dict[str, Any]]:
+def _layout(samples: int, tokens: int, layers: int, hidden_size: int, storage: str) -> dict[str, dict[str, Any]]:
     """The tensors' entries in a safetensors header. Wider types come first, so that all are aligned in memory."""
+    widths = {"scales": layers, "features": layers * hidden_size}
     shapes = {
         "offsets": (torch.int64, [samples + 1]),
         "input_ids": (torch.int32, [tokens]),
-        "features": (storage, [tokens, width]),
+        **{name: (dtype, [tokens, widths[name]]) for name, dtype in tensor_dtypes(storage).items()},
         "ids": (torch.uint8, [samples, 16]),
         "loss_mask": (torch.uint8, [tokens]),
     }
@@ -280,3 +310,11 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's memory."""
     array: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def _digest(stored: Mapping[str, torch.Tensor]) -> bytes:
+    """SHA-256 over a sample's tensors as they are stored."""
+    digest = hashlib.sha256()
+    for tensor in stored.values():
+        digest.update(_bytes(tensor))
+    return digest.digest()

@@ -14,10 +14,10 @@ import orjson
 from draftline import provenance
 from draftline.architecture import examine
 from draftline.chat import compile_template
-from draftline.checkpoint import Checkpoint
+from draftline.checkpoint import Checkpoint, weights_sha256
 from draftline.errors import DraftlineError
 from draftline.manifest import Manifest
-from draftline.sources import locate, sampled_digest
+from draftline.sources import locate
 from draftline.target_source import Source, find
 
 if TYPE_CHECKING:
@@ -148,12 +148,6 @@ def identify(
         dtype=str(text.dtype or config.dtype or torch.float32).removeprefix("torch."),
         trust_remote_code=target["trust_remote_code"],
     )
-
-
-def weights_sha256(checkpoint: Checkpoint) -> str:
-    """SHA-256 over the weight files' names and sampled contents: other weights of the same shapes differ."""
-    files = {name: sampled_digest(checkpoint.folder / name) for name in checkpoint.files}
-    return hashlib.sha256(provenance.canonical(files)).hexdigest()
 
 
 def read_template(

@@ -13,7 +13,14 @@ from draftline.states import Sample, write_states
 
 RECORD = {"rule": "any", "id": "0" * 16, "settings": "1" * 16, "inputs": {}}
 LIMIT = 24
-EVALUATE = {"budgets": [4, 16, 300], "bootstrap": 200, "seed": 3, "max_new_tokens": LIMIT, "thinking": False}
+EVALUATE = {
+    "budgets": [4, 16, 300],
+    "bootstrap": 200,
+    "seed": 3,
+    "max_new_tokens": LIMIT,
+    "thinking": False,
+    "allow_kernel_mismatch": False,
+}
 SHAPE = {
     "layers": 2,
     "block_size": 6,
@@ -82,14 +89,14 @@ class World:
         table = pyarrow.Table.from_pylist(rows, schema=COMPLETIONS_SCHEMA)
         provenance.write_parquet(self.path("completions.parquet"), table, RECORD, facts)
 
-    def write_states(self, rows, layers=small_models.TAPPED, weights_sha256=None, storage="fp32"):
+    def write_states(self, rows, layers=small_models.TAPPED, weights_sha256=None, storage="fp32", kernels=None):
         samples = []
         for row in rows:
             ids = torch.tensor(row["prompt_ids"] + row["completion_ids"], dtype=torch.int32)
             samples.append(Sample(row["id"], ids, torch.arange(len(ids)) >= len(row["prompt_ids"])))
         facts = {
             "target": {"name": "small", "weights_sha256": weights_sha256 or self.manifest.weights_sha256},
-            "kernels": {"full_attention": "sdpa"},
+            "kernels": kernels or {"full_attention": "sdpa"},
             "dtype": "float32",
             "versions": {"torch": torch.__version__},
         }

@@ -94,15 +94,15 @@ def part_path(shard, part):
     return f"results/hidden_states/{shard}/{part}.safetensors"
 
 
-def write_part(path, samples, weights_sha256="a" * 64, layers=LAYERS):
+def write_part(path, samples, weights_sha256="a" * 64, layers=LAYERS, kernels=None, storage="bf16"):
     generator = torch.Generator().manual_seed(int(Path(path).parent.name + Path(path).stem))
     facts = {
         "target": {"name": "made-up", "weights_sha256": weights_sha256},
-        "kernels": {"full_attention": "sdpa"},
+        "kernels": kernels or {"full_attention": "sdpa"},
         "dtype": "float32",
         "versions": {"torch": "2"},
     }
-    with write_states(path, record("hidden_states", str(path)), samples, layers, H, "bf16", facts) as writer:
+    with write_states(path, record("hidden_states", str(path)), samples, layers, H, storage, facts) as writer:
         for n, sample in enumerate(samples):
             writer.put(n, torch.randn(len(sample.input_ids), len(layers) * H, generator=generator))
 

@@ -21,11 +21,11 @@ from draftline.drafter.batch import make_batch
 from draftline.drafter.config import DrafterConfig
 from draftline.drafter.data import Parts
 from draftline.drafter.segment import initial_state, seen_tokens
-from draftline.drafter.state import State
+from draftline.drafter.state import State, learned_from
 from draftline.drafter.train import Recipe, Trainer
 from draftline.errors import DraftlineError
 from draftline.heads import Heads
-from draftline.states import StatesReader
+from draftline.states import Sample, StatesReader
 from draftline.visits import segment_visits
 
 
@@ -297,6 +297,50 @@ def test_part_with_other_layers_is_refused_by_path(run):
     world.write_part(path, samples, layers=[1, 2])
     with pytest.raises(DraftlineError, match=rf"{path}: tapped layers \[1, 2\], wanted \[1, 3\]"):
         world.train(1, 1)
+
+
+def write_again(shard, part, **changes):
+    """The part with the same samples, made in another way."""
+    path = world.part_path(shard, part)
+    reader = StatesReader(path)
+    samples = [Sample(reader.ids[n], reader.input_ids(n).int(), reader.loss_mask(n)) for n in range(len(reader))]
+    world.write_part(path, samples, **changes)
+    return path
+
+
+FLA = {"linear_attention": {"chunk_gated_delta_rule": "fla"}}
+FALLBACK = {"linear_attention": {"chunk_gated_delta_rule": "torch"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"), [({"kernels": FLA}, ["sdpa", "fla"]), ({"storage": "fp32"}, ["bf16", "fp32"])]
+)
+def test_parts_that_were_not_made_alike_are_refused_by_both_paths(run, changes, values):
+    path = write_again("0001", "0000", **changes)
+    with pytest.raises(DraftlineError) as error:
+        world.train(1, 1)
+    for text in (path, world.part_path("0000", "0000"), *values):
+        assert text in str(error.value)
+
+
+def test_parts_of_other_kernels_than_those_of_the_segment_before_are_refused(run):
+    for shard, kernels in (("0000", FLA), ("0001", FALLBACK)):
+        for part in ("0000", "0001"):
+            write_again(shard, part, kernels=kernels)
+    before = world.train(2, 1, epochs=1)
+    with pytest.raises(DraftlineError) as error:
+        world.train(2, 2, epochs=1)
+    for text in (world.part_path("0001", "0000"), str(before / "state.safetensors"), str(FLA), str(FALLBACK)):
+        assert text in str(error.value)
+
+
+def test_a_drafter_learns_from_fp8_states(run):
+    for shard in ("0000", "0001"):
+        for part in ("0000", "0001"):
+            write_again(shard, part, storage="fp8_e4m3")
+    losses = [row["loss"] for row in metrics(world.train(2, 1), world.train(2, 2))]
+    assert losses[-1] < losses[0]
+    assert learned_from(Path(world.folder_of(2, 2)) / "state.safetensors")["storage"] == "fp8_e4m3"
 
 
 def test_missing_part_is_named(run):

@@ -16,6 +16,7 @@ from draftline.decode.tree import build_tree
 from draftline.errors import DraftlineError
 from draftline.evaluation import evaluate_drafter
 from draftline.fingerprint import fingerprint
+from draftline.states import StatesReader
 from draftline.statistics import bootstrap_interval
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -161,6 +162,46 @@ def test_a_drafter_of_another_target_is_refused_by_both_paths(llama):
     message = refusal(llama)
     assert llama.path("states.safetensors") in message
     assert llama.path("weights.safetensors") in message
+
+
+FALLBACK = {"chunk_gated_delta_rule": "torch", "causal_conv1d_fn": "torch"}
+LIBRARY = {"chunk_gated_delta_rule": "fla", "causal_conv1d_fn": "causal_conv1d"}
+
+
+def learned_from(world, **facts):
+    """Let the drafter say that it learned from states with these facts."""
+    states = {**StatesReader(world.path("states.safetensors")).facts, **facts}
+    record = provenance.read(world.path("weights.safetensors"))
+    made = {"config": world.drafter.config.to_json(), "states": states}
+    provenance.write_safetensors(world.path("weights.safetensors"), world.drafter.state_dict(), record, made)
+
+
+@pytest.mark.parametrize(("training", "evaluation"), [(LIBRARY, FALLBACK), (FALLBACK, LIBRARY)])
+def test_states_of_other_kernels_than_training_had_are_refused_with_both_named(llama, training, evaluation):
+    llama.write_states(llama.rows, kernels={"linear_attention": evaluation})
+    learned_from(llama, kernels={"linear_attention": training})
+    message = refusal(llama)
+    named = (llama.path("states.safetensors"), llama.path("weights.safetensors"), str(training), str(evaluation))
+    for text in (*named, "evaluate.allow_kernel_mismatch"):
+        assert text in message
+
+
+def test_an_allowed_mismatch_is_measured_and_named_in_the_harness(llama):
+    alike = evaluate_drafter(**llama.arguments(), config=EVALUATE, run=RUN)
+    learned_from(llama, kernels={"full_attention": "fla"})
+    found = evaluate_drafter(**llama.arguments(), config={**EVALUATE, "allow_kernel_mismatch": True}, run=RUN)
+    assert found["chain"] == alike["chain"]
+    assert alike["harness"]["kernel_mismatch"] is None
+    assert found["harness"]["kernel_mismatch"] == (
+        "kernels {'full_attention': 'sdpa'}, in training {'full_attention': 'fla'}"
+    )
+
+
+def test_another_storage_or_version_in_training_is_no_mismatch(llama):
+    learned_from(llama, storage="fp8_e4m3", versions={"torch": "1"})
+    found = evaluate_drafter(**llama.arguments(), config=EVALUATE, run=RUN)
+    assert found["harness"]["kernel_mismatch"] is None
+    assert found["harness"]["training_states"]["storage"] == "fp8_e4m3"
 
 
 def test_states_of_other_samples_or_tokens_are_refused_by_both_paths(llama):

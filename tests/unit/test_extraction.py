@@ -1,15 +1,19 @@
 """Features are the tapped layers' outputs, whatever shares a batch; nothing above them runs."""
 
+import itertools
 from collections import Counter
 
+import kernel_packages
 import pytest
 import torch
+from kernel_packages import CONVOLUTION_LOOKED_AT, LOOKED_AT, install
 from small_models import BUILDERS, build
 from states_fixtures import LENGTHS, samples_of
 from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
+from draftline import extraction
 from draftline.extraction import batches, extract
-from draftline.kernels import kernels, versions
+from draftline.kernels import STEPS, kernels, packs, places, torch_kernels, versions
 from draftline.loading import decoder_layers
 
 TAPPED = [0, 2]
@@ -65,13 +69,73 @@ def test_hooks_are_gone_between_samples():
 
 
 @pytest.mark.parametrize("budget", [1, 63, 64, 150, 10_000])
-def test_batches_hold_each_sequence_once_longest_first_within_the_budget(budget):
-    groups = batches(LENGTHS, budget)
+@pytest.mark.parametrize("packed", [False, True])
+def test_batches_hold_each_sequence_once_longest_first_within_the_budget(budget, packed):
+    groups = batches(LENGTHS, budget, packed)
     flat = [n for group in groups for n in group]
     assert sorted(flat) == list(range(len(LENGTHS)))
     assert [LENGTHS[n] for n in flat] == sorted(LENGTHS, reverse=True)
-    for group in groups:
-        assert len(group) == 1 or len(group) * max(LENGTHS[n] for n in group) <= budget
+    for group, following in zip(groups, [*groups[1:], None]):
+        sizes = [LENGTHS[n] if packed else LENGTHS[group[0]] for n in group]
+        assert len(group) == 1 or sum(sizes) <= budget
+        if following:
+            assert sum(sizes) + (LENGTHS[following[0]] if packed else LENGTHS[group[0]]) > budget
+
+
+def by_ends(place):
+    """transformers' torch version of a kernel as one that takes packed sequences: each begins anew."""
+    own = place.torch_version
+
+    def rule(query, key, value, g, beta, cu_seqlens, **options):
+        parts = [slice(*ends) for ends in itertools.pairwise(cu_seqlens.tolist())]
+        kept = {name: options[name] for name in ("output_final_state", "use_qk_l2norm_in_kernel")}
+        outputs = [own(query[:, p], key[:, p], value[:, p], g=g[:, p], beta=beta[:, p], **kept)[0] for p in parts]
+        return torch.cat(outputs, dim=1), None
+
+    def convolution(hidden, weight, bias, activation, seq_idx, **options):
+        firsts = [0, *(seq_idx[0].diff().nonzero().flatten() + 1).tolist(), seq_idx.shape[1]]
+        parts = [slice(*ends) for ends in itertools.pairwise(firsts)]
+        return torch.cat([own(hidden[..., p].contiguous(), weight, bias, activation) for p in parts], dim=-1)
+
+    found = {"torch_chunk_gated_delta_rule": rule, "causal_conv1d_fn": convolution}[place.name]
+    found.__module__ = "fla"
+    return found
+
+
+def chosen_by_ends(model):
+    for place in places(model):
+        if place.name not in STEPS:
+            place.choose(by_ends(place))
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 100_000])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_features_of_packed_sequences_are_those_of_each_alone(name, batch_tokens, monkeypatch):
+    """On the CPU: attention by a mask of blocks, which transformers makes from positions, and torch's rule and convolution by ends."""
+    model = build(name)
+    expected = [plain_states(model, ids_T) for ids_T in sequences()]
+    monkeypatch.setattr(extraction, "packs", lambda model: True)
+    with torch_kernels(model):
+        chosen_by_ends(model)
+        found = dict(extract(model, TAPPED, sequences(), batch_tokens))
+    for n, reference_TF in enumerate(expected):
+        torch.testing.assert_close(found[n], reference_TF, atol=1e-5 * float(reference_TF.abs().max()), rtol=1e-5)
+        # The first tokens are where an earlier sequence's convolution or state would show.
+        torch.testing.assert_close(
+            found[n][:3], reference_TF[:3], atol=1e-5 * float(reference_TF.abs().max()), rtol=1e-5
+        )
+
+
+def test_sequences_are_packed_only_where_every_kernel_keeps_them_apart():
+    llama, hybrid = build("llama"), build("hybrid")
+    assert not packs(llama)
+    for model in (llama, hybrid):
+        model.config._attn_implementation = "flash_attention_2"
+    assert packs(llama)
+    with torch_kernels(hybrid):
+        assert not packs(hybrid)
+        chosen_by_ends(hybrid)
+        assert packs(hybrid)
 
 
 def test_kernels_name_attention_and_each_function_of_a_linear_layer():
@@ -104,6 +168,62 @@ def test_a_kernel_from_a_package_is_named_by_its_package():
     found = kernels(model, ["linear_attention"])["linear_attention"]
     assert found["fsum"] == "math"
     assert found["plain"] not in ("math", "a_package_that_nobody_has")
+
+
+LOOK = """
+import json, torch
+from small_models import build
+from draftline.kernels import kernels, torch_kernels
+model = build("hybrid")
+found = kernels(model, model.config.layer_types)["linear_attention"]
+try:
+    model(torch.arange(9)[None])
+    called = ""
+except RuntimeError as error:
+    called = str(error)
+with torch_kernels(model):
+    forced = kernels(model, model.config.layer_types)["linear_attention"]
+    logits = model(torch.arange(9)[None]).logits.sum().item()
+again = kernels(model, model.config.layer_types)["linear_attention"]
+print(json.dumps([found, called, forced, again, logits]))
+"""
+
+
+def look(folder):
+    """Kernels of a hybrid model where the packages of `folder` are, and which of them its forward called.
+
+    Where torch's versions were forced, they ran, and after that the others are back.
+    """
+    found, called, forced, again, logits = kernel_packages.run(folder, LOOK)
+    assert set(forced.values()) == {"torch"}
+    assert forced.keys() == found.keys()
+    assert again == found
+    assert logits == pytest.approx(build("hybrid")(torch.arange(9)[None]).logits.sum().item(), rel=1e-5)
+    return found, called
+
+
+def test_kernels_are_those_that_a_forward_calls_where_the_packages_are_there(tmp_path):
+    found, called = look(install(tmp_path, LOOKED_AT, CONVOLUTION_LOOKED_AT))
+    assert found == {
+        "causal_conv1d_fn": "causal_conv1d",
+        "causal_conv1d_update": "causal_conv1d",
+        "chunk_gated_delta_rule": "fla",
+        "recurrent_gated_delta_rule": "fla",
+    }
+    assert called == "the package's causal_conv1d_fn was called"
+
+
+def test_kernels_are_those_that_a_forward_calls_where_only_fla_is_there(tmp_path):
+    found, called = look(install(tmp_path, LOOKED_AT))
+    assert (found["causal_conv1d_fn"], found["chunk_gated_delta_rule"]) == ("torch", "fla")
+    assert called == "the package's chunk_gated_delta_rule was called"
+
+
+def test_a_package_that_cannot_be_imported_does_not_count_as_there(tmp_path):
+    """What happens where triton is missing or broken: transformers takes its own version and says nothing."""
+    found, called = look(install(tmp_path, "raise ImportError('no triton')"))
+    assert set(found.values()) == {"torch"}
+    assert called == ""
 
 
 def test_no_graph_is_kept():

@@ -294,11 +294,18 @@ def test_a_disk_too_small_for_the_states_stops_with_the_figures(folder, monkeypa
         DraftlineError, match=r"^results/hidden_states: the hidden states of results/tokens/0000"
     ) as caught:
         run_shard(path)
-    for part in (f"take {needed / 1e6:.3g} MB", "x 5 layers x 576 x 2 bytes", "hidden_states.layers"):
+    for part in (f"take {needed / 1e6:.3g} MB", "x 5 layers x 1,152 bytes, bf16", "hidden_states.layers"):
         assert part in str(caught.value)
     assert not (folder / GATE).exists()
     monkeypatch.setattr(mask_gate.shutil, "disk_usage", lambda place: Usage(10**12, 0, needed))
     run_shard(path)
+
+
+def test_fp8_states_take_a_byte_a_value_and_four_for_each_scale(folder):
+    shard = healthy(200)
+    run_shard(write(shard), {**CONFIG, "hidden_states": {"storage": "fp8_e4m3"}})
+    tokens = sum(len(row) for row in shard.table["input_ids"].to_pylist())
+    assert orjson.loads((folder / GATE).read_bytes())["figures"]["hidden_states"]["bytes"] == tokens * 5 * (576 + 4)
 
 
 def test_states_that_are_there_already_need_no_room(folder, monkeypatch):

@@ -11,6 +11,7 @@ from states_fixtures import RECORD, samples_of, save_target
 from draftline.errors import DraftlineError
 from draftline.extraction import extract
 from draftline.hidden_states import make_states
+from draftline.kernels import places
 from draftline.numerics_gate import check_part
 from draftline.states import StatesReader, write_states
 
@@ -46,7 +47,7 @@ def noise(size):
     return lambda features: features + size * features.std() * torch.randn(features.shape, generator=draw)
 
 
-@pytest.mark.parametrize("storage", ["bf16", "fp32"])
+@pytest.mark.parametrize("storage", ["bf16", "fp32", "fp8_e4m3"])
 def test_an_honest_part_passes(tmp_path, target, storage):
     _, manifest = target
     make_states(tmp_path / "part.safetensors", RECORD, samples_of(), manifest, TAPPED, storage, RUN)
@@ -55,9 +56,10 @@ def test_an_honest_part_passes(tmp_path, target, storage):
     assert set(gate["figures"]["layers"]) == {"0", "2"}
     for fit in gate["figures"]["layers"].values():
         assert fit["best_fit"] == {"layer_offset": 0, "token_shift": 0}
-        assert fit["min_cosine"] > 0.9999
+        assert fit["min_cosine"] > (0.999 if storage == "fp8_e4m3" else 0.9999)
     assert gate["figures"]["batch_invariance"] < 1e-5
     assert gate["figures"]["part"]["storage"] == storage
+    assert ("kernels" in gate["figures"]) == any(place.package != "torch" for place in places(build(manifest.name[6:])))
     assert len(gate["figures"]["samples"]) == 4
 
 
@@ -106,6 +108,13 @@ def test_an_error_beyond_rounding_is_stopped_although_the_cosine_allows_it(tmp_p
     name, manifest = target
     write_changed(tmp_path, name, manifest, noise(0.01), storage)
     with pytest.raises(DraftlineError, match=r"layer 0: too far.*mean cosine 0\.9998\d \(limit 0\.999\)"):
+        check(tmp_path, manifest)
+
+
+def test_an_error_beyond_fp8_is_stopped_although_the_cosine_allows_it(tmp_path, target):
+    name, manifest = target
+    write_changed(tmp_path, name, manifest, noise(0.022), "fp8_e4m3")
+    with pytest.raises(DraftlineError, match=r"layer 0: too far.*mean cosine 0\.999\d+ \(limit 0\.999\)"):
         check(tmp_path, manifest)
 
 

@@ -211,6 +211,20 @@ def test_an_artifact_accepted_by_hand_is_named_with_its_reason(fresh: Drawn) -> 
     assert f"{mask} was made before a change, and accepted as it is by ann@box1 on 2026-01-02" in Page(text).text
 
 
+def test_an_evaluation_on_states_of_other_kernels_is_named(fresh: Drawn) -> None:
+    path = next(p for p in fresh.inputs.evaluations if "untrained" not in p and "unigram" not in p)
+    values = json.loads(Path(path).read_text())
+    values["harness"]["kernel_mismatch"] = (
+        "kernels {'linear_attention': 'fla'}, in training {'linear_attention': 'torch'}"
+    )
+    Path(path).write_text(json.dumps(values))
+    assert "kernel_mismatch" not in fresh.text
+    assert "were not computed like those" not in Page(fresh.text).text
+    words = Page(page.render(fresh.inputs, fresh.config, made.record("report", "results/report.html"))).text
+    assert "were not computed like those that" in words
+    assert values["harness"]["kernel_mismatch"] in words
+
+
 def test_runs_are_those_of_the_artifacts_at_hand(fresh: Drawn) -> None:
     inputs = fresh.inputs
     other = Path("results/logs/completions/9999.run.json")

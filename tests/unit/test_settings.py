@@ -35,7 +35,7 @@ def test_a_missing_file_is_named(tmp_path):
 def test_every_command_has_its_keys():
     from draftline.fingerprint import SCRIPTS
 
-    plumbing = {"accept", "gpus", "maintenance", "planned", "preflight", "table", "unlock"}
+    plumbing = {"accept", "gpus", "maintenance", "planned", "preflight", "table", "unlock", "unstage"}
     assert {path.stem for path in SCRIPTS.glob("*.py")} - plumbing == set(KEYS)
 
 

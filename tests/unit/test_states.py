@@ -16,6 +16,7 @@ from states_fixtures import RECORD, samples_of
 from draftline import provenance
 from draftline.errors import DraftlineError
 from draftline.states import CONVENTION, QUEUE, StatesReader, write_states
+from draftline.storage import decode, encode
 
 LAYERS, HIDDEN = [1, 4, 7], 16
 FACTS = {
@@ -83,6 +84,28 @@ def test_safetensors_own_loader_finds_the_documented_tensors(part, samples):
     assert torch.equal(tensors["features"], torch.cat(features_of(samples)))
 
 
+def test_fp8_lies_in_the_file_as_documented_and_is_read_back_as_bf16(tmp_path, samples):
+    features, path = features_of(samples), tmp_path / "0000.safetensors"
+    write(path, samples, features, "fp8_e4m3", order=torch.randperm(len(samples)).tolist())
+    tensors, reader, expected = (
+        load_file(path),
+        StatesReader(path),
+        encode(torch.cat(features), "fp8_e4m3", len(LAYERS)),
+    )
+    assert {name: tensors[name].dtype for name in expected} == {
+        "scales": torch.float32,
+        "features": torch.float8_e4m3fn,
+    }
+    assert all(torch.equal(tensors[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
+    assert path.stat().st_size < torch.cat(features).numel() * 2
+    for n, features_TF in enumerate(features):
+        assert reader.features(n).dtype == torch.bfloat16
+        assert torch.equal(reader.features(n), decode(encode(features_TF, "fp8_e4m3", len(LAYERS))))
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    low, high = (int(x, 16) for x in mapped[0].split()[0].split("-"))
+    assert all(low <= tensor.data_ptr() < high for tensor in reader.stored(1).values())
+
+
 def test_features_are_views_of_one_mapped_file(part):
     reader = StatesReader(part)
     first, second = reader.features(0), reader.features(1)
@@ -100,12 +123,13 @@ def test_header_says_what_the_features_are_and_what_made_them(part):
     assert provenance.read(part) == RECORD
 
 
-def test_statistics_are_those_of_the_stored_numbers_in_float64(tmp_path, samples):
+@pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3"])
+def test_statistics_are_those_of_the_stored_numbers_in_float64(tmp_path, samples, storage):
     features, path = features_of(samples), tmp_path / "0000.safetensors"
     features[2][3:9] = 0
     features[4][1, HIDDEN + 5] = -300.0
-    write(path, samples, features, "bf16")
-    stored = torch.cat(features).bfloat16().double().numpy().reshape(-1, len(LAYERS), HIDDEN)
+    write(path, samples, features, storage)
+    stored = decode(encode(torch.cat(features), storage, len(LAYERS))).double().numpy().reshape(-1, len(LAYERS), HIDDEN)
     for k, found in enumerate(StatesReader(path).facts["statistics"]):
         values = stored[:, k]
         assert found["mean"] == pytest.approx(np.mean(values), rel=1e-12)
@@ -150,6 +174,7 @@ def test_another_kind_of_safetensors_is_refused_by_path(tmp_path):
         StatesReader(path)
 
 
+@pytest.mark.parametrize("storage", ["fp32", "fp8_e4m3"])
 @pytest.mark.parametrize(
     ("rows", "value", "problem"),
     [
@@ -161,11 +186,11 @@ def test_another_kind_of_safetensors_is_refused_by_path(tmp_path):
         (slice(None), 0.25, "one state for all tokens"),
     ],
 )
-def test_a_broken_layer_is_refused_with_path_layer_and_sample(tmp_path, samples, rows, value, problem):
+def test_a_broken_layer_is_refused_with_path_layer_and_sample(tmp_path, samples, rows, value, problem, storage):
     features, path = features_of(samples), tmp_path / "0000.safetensors"
     features[3][rows, HIDDEN : 2 * HIDDEN] = value
     with pytest.raises(DraftlineError, match=f"{path}: layer 4 .*{problem}.*{samples[3].id}"):
-        write(path, samples, features)
+        write(path, samples, features, storage)
     assert os.listdir(tmp_path) == []
 
 
@@ -258,13 +283,18 @@ def test_too_small_a_disk_is_refused_before_anything_is_computed(small_disk):
     assert os.listdir(small_disk) == []
 
 
-def test_a_file_that_comes_back_different_is_refused(tmp_path, samples, part):
-    with write_states(tmp_path / "b.safetensors", RECORD, samples, LAYERS, HIDDEN, "fp32", FACTS) as writer:
-        for n, features_TF in enumerate(features_of(samples, seed=2)):
-            writer.put(n, features_TF)
+@pytest.mark.parametrize("storage", ["fp32", "fp8_e4m3"])
+@pytest.mark.parametrize("factor", [1.5, 2.0])
+def test_a_file_that_comes_back_different_is_refused(tmp_path, samples, storage, factor):
+    """Twice the features are the same fp8 numbers with other scales."""
+    features = features_of(samples)
+    write(tmp_path / "a.safetensors", samples, features, storage)
+    with write_states(tmp_path / "b.safetensors", RECORD, samples, LAYERS, HIDDEN, storage, FACTS) as writer:
+        for n, features_TF in enumerate(features):
+            writer.put(n, features_TF * factor)
     writer.compare(StatesReader(tmp_path / "b.safetensors"))
     with pytest.raises(DraftlineError, match="came back from the disk different"):
-        writer.compare(StatesReader(part))
+        writer.compare(StatesReader(tmp_path / "a.safetensors"))
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path, samples):

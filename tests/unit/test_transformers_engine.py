@@ -235,7 +235,7 @@ def test_nothing_asked_gives_nothing():
 
 
 def test_the_tiny_target_answers_as_generate_does(tiny_target):
-    with TransformersEngine(tiny_target.manifest, "cpu", 4) as engine:
+    with TransformersEngine(tiny_target.manifest, {"device": "cpu"}, 4) as engine:
         asked = [Request(f"{n}", [5 + n, 300 * n + 7, 40, 41][: 2 + n], [], 12, seed=0) for n in range(3)]
         found = {request.id: result.ids for request, result in engine.generate(asked, GREEDY)}
     model = load_model(tiny_target.manifest)

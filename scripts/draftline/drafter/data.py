@@ -4,17 +4,17 @@ Parts come in sequence, epoch after epoch; the samples of a part are shuffled an
 (drafter seed, epoch, part) alone, so it can be taken up at any place.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from draftline.drafter.anchors import seeded
 from draftline.errors import DraftlineError
-from draftline.states import STATES_FACTS, StatesReader
+from draftline.states import PARTS_AGREE, STATES_FACTS, StatesReader, difference
 
 if TYPE_CHECKING:
     from draftline.manifest import Manifest
@@ -37,7 +37,8 @@ class Sample:
 class Parts:
     """The files of hidden states that a segment reads, by shard and part.
 
-    Raises DraftlineError with the path of a file that is missing, cut, of another target, or of other layers than the first.
+    Raises DraftlineError with the path of a file that is missing, cut, of another target, or of other layers than the first,
+    and with both where two were not made alike: by other kernels, say.
     """
 
     def __init__(self, paths: Sequence[str], manifest: "Manifest", visits: Sequence[Visit]) -> None:
@@ -51,7 +52,11 @@ class Parts:
         first = StatesReader(paths[0], manifest)
         self.layers = first.layers
         self.facts = {name: first.facts[name] for name in (*STATES_FACTS, "target")}
-        self.sizes = {key: len(self.open(*key)) for key in self._paths}
+        self.sizes: dict[tuple[str, str], int] = {}
+        for key in self._paths:
+            reader = self.open(*key)
+            require_alike(reader.path, reader.facts, str(first.path), self.facts)
+            self.sizes[key] = len(reader)
 
     def open(self, shard: str, part: str) -> StatesReader:
         """The reader of a part."""
@@ -64,3 +69,12 @@ class Parts:
         order = torch.randperm(len(reader), generator=seeded(seed, epoch, shard, part))
         for n in order[taken:].tolist():
             yield Sample(reader.ids[n], epoch, reader.features(n), reader.input_ids(n), reader.loss_mask(n))
+
+
+def require_alike(path: str | Path, facts: Mapping[str, Any], other: str, others: Mapping[str, Any]) -> None:
+    """Raise DraftlineError unless the states at `path` were made like those of `other`, a file or a training."""
+    if differing := difference(other, facts, others, PARTS_AGREE):
+        raise DraftlineError(
+            f"{path}: not made like the other states of this training: {differing}; delete the ones that are wrong and"
+            " make them again where the others were made"
+        )

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from draftline import provenance
 from draftline.drafter.config import DrafterConfig
-from draftline.drafter.data import Parts, Sample, Visit
+from draftline.drafter.data import Parts, Sample, Visit, require_alike
 from draftline.drafter.model import Drafter
 from draftline.drafter.schedule import total_steps
-from draftline.drafter.state import State, state_names
+from draftline.drafter.state import State, learned_from, state_names
 from draftline.drafter.train import Recipe, Trainer
 from draftline.errors import DraftlineError
 from draftline.heads import Heads
@@ -86,6 +86,8 @@ def train_segment(
     first = sum(len(segment_visits(*shape, before)) for before in range(1, segment))
     recipe = Recipe.from_settings(values)
     opened = Parts(parts, manifest, visits)
+    if previous is not None:
+        require_alike(parts[0], opened.facts, previous, learned_from(previous))
     drafter_config = DrafterConfig.from_settings(values, manifest, opened.layers)
     data = training_data(mask)
     steps = total_steps(recipe.epochs, data["samples"], recipe.batch)

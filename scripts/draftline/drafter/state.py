@@ -72,6 +72,13 @@ class State:
             raise DraftlineError(f"{path}: no training state (no {error}); delete it and run again") from None
 
 
+def learned_from(path: str | Path) -> dict[str, Any]:
+    """Facts of the hidden states that the training whose finished segment is `path` has learned from."""
+    provenance.read(path)
+    facts: dict[str, Any] = orjson.loads(provenance.safetensors_header(path)["__metadata__"]["facts"])
+    return dict(facts["states"])
+
+
 def state_names(parameter: str) -> tuple[str, str, str]:
     """Names in a state of a parameter, of its mean gradient and of its mean squared gradient."""
     return f"model.{parameter}", f"exp_avg.{parameter}", f"exp_avg_sq.{parameter}"

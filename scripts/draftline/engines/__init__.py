@@ -81,7 +81,7 @@ def open_engine(kind: str, manifest: "Manifest", run: Mapping[str, Any], chat: "
     if kind == "transformers":
         from draftline.engines.transformers_engine import TransformersEngine
 
-        return TransformersEngine(manifest, run["device"], run.get("batch", 64))
+        return TransformersEngine(manifest, run, run.get("batch", 64))
     if kind == "sglang":
         from draftline.engines.sglang import SGLangEngine
 

@@ -39,10 +39,10 @@ class ServerGone(DraftlineError):  # noqa: N818 - what happened, not what is wro
 
 
 class SGLangEngine:
-    """Engine on an SGLang server. `run` is the job's: ``engine`` (the config's section), ``device``, ``log``."""
+    """Engine on an SGLang server. `run` is the job's: ``engine`` (the config's section), ``device``, ``log``, maybe ``stage_to``."""
 
     def __init__(self, manifest: Manifest, run: Mapping[str, Any]) -> None:
-        self.manifest, self.engine = manifest, run["engine"]
+        self.manifest, self.engine, self.stage_to = manifest, run["engine"], run.get("stage_to")
         self.api = SGLangGenerate(tuple(manifest.eos_token_ids))
         on_gpus = run["device"] == "cuda"
         program = Program(
@@ -62,6 +62,7 @@ class SGLangEngine:
     def __enter__(self) -> Self:
         say(f"sglang: {version(self.engine)}, {interpreter(self.engine)}")
         self.server.log.unlink(missing_ok=True)
+        self.manifest = staged(self.manifest, self.stage_to)
         self._start()
         return self
 

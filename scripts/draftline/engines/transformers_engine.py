@@ -8,7 +8,7 @@ A step feeds every slot one token. A row that ends frees its slot for the next p
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -51,11 +51,11 @@ class Row:
 class TransformersEngine:
     """Engine on a causal language model of transformers. `in_flight` is the number of rows in a batch."""
 
-    def __init__(self, manifest: Manifest, device: str, in_flight: int) -> None:
-        self.manifest, self.device, self.in_flight = manifest, device, in_flight
+    def __init__(self, manifest: Manifest, run: Mapping[str, Any], in_flight: int) -> None:
+        self.manifest, self.loading, self.device, self.in_flight = manifest, run, run["device"], in_flight
 
     def __enter__(self) -> Self:
-        self._model: Any = pack(load_model(self.manifest, self.device))
+        self._model: Any = pack(load_model(self.manifest, self.loading))
         return self
 
     def __exit__(self, *exception: object) -> None:
