@@ -11,7 +11,8 @@ from draftline.errors import DraftlineError
 
 def a_plan(monkeypatch, tmp_path, run: dict) -> plan.Plan:
     """A plan as a job sees it, with the given `run`."""
-    config = {"run": {"device": "cuda", "light": {}, "completions": {}, "limits": {"runtime": 1440}, **run}}
+    run = {"device": "cuda", "light": {}, "completions": {}, "limits": {"runtime": 1440}, **run}
+    config = {"run": run, "completions": {"engine": "transformers"}, "engine": {}}
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"config": config, "settings": {}}))
     monkeypatch.setenv(plan.RUN_FILE, str(file))

@@ -27,6 +27,7 @@ from draftline.gpus import Nvml
 from draftline.manifest import Manifest
 from draftline.progress import say
 from draftline.server import HOST, Program, Server
+from draftline.staging import staged
 
 DEATHS = 3
 """Servers of one job that may end or hang while they serve; with the last one the job ends."""
