@@ -7,7 +7,7 @@ from draftline.errors import DraftlineError
 if __name__ == "__main__":
     from draftline.staging import unstage
 
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or not sys.argv[1]:
         sys.exit("unstage: name one folder, the config's target.stage_to: scripts/unstage.py /dev/shm/draftline")
     try:
         removed = unstage(sys.argv[1])

@@ -20,6 +20,7 @@ import pyarrow
 from draftline import provenance
 from draftline.chat import Chat
 from draftline.engines import Request, Sampling, engine_version, open_engine
+from draftline.engines.answers import BAD_SHARE, FEW
 from draftline.engines.dataset import recorded_answer
 from draftline.errors import DraftlineError
 from draftline.manifest import Manifest
@@ -198,7 +199,10 @@ def _generated(
     run: Mapping[str, Any],
     what: str,
 ) -> Iterator[Record]:
-    """Records from the row store, then those that an engine completes, as it does."""
+    """Records from the row store, then those that an engine completes, as it does.
+
+    Raises DraftlineError when the engine answers nothing any more and many rows are left.
+    """
     for prompt in prompts:
         _check_prompt(prompt, manifest)
     sampling = Sampling(**config["sampling"])
@@ -242,6 +246,12 @@ def _generated(
                     yield record
                 if not pending:
                     return
+        if len(pending) == len(requests) >= max(FEW, BAD_SHARE * len(prompts)):
+            # Rows in error would make a finished shard, and what waits behind it would take it for all that there is.
+            raise DraftlineError(
+                f"{what}: {len(pending)} of {len(prompts)} rows failed {ATTEMPTS} times, and the last try answered none"
+                f" ({reason}); see to the engine and run again: finished rows are kept"
+            )
         for prompt in pending.values():
             tally.add(0, "error")
             yield _record(prompt, prompt.ids, None, chat, config)

@@ -8,6 +8,7 @@ the process ends. The list of files with their SHA-256 is written last, so a cop
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,9 @@ from draftline.errors import DraftlineError
 from draftline.manifest import Manifest
 from draftline.progress import say
 
+DIGITS = 16
+"""So many digits of weights_sha256 are a copy's name."""
+COPY = re.compile(f"[0-9a-f]{{{DIGITS}}}")
 LIST = "draftline-copy.json"
 """A copy's files: name -> [bytes, SHA-256]."""
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
@@ -39,11 +43,11 @@ def staged(manifest: Manifest, stage_to: str | None) -> Manifest:
     """The manifest with its copy below `stage_to` as its model, made now if it is not there; itself for None.
 
     The copy cannot be removed while this process lives. Raises DraftlineError when there is too little room or memory, when
-    the source is not the manifest's model, and when the copy comes back different.
+    the source is not the manifest's model, and when the copy comes back different or is not the whole model.
     """
     if stage_to is None:
         return manifest
-    copy = Path(stage_to) / manifest.weights_sha256[:16]
+    copy = Path(stage_to) / manifest.weights_sha256[:DIGITS]
     copy.parent.mkdir(parents=True, exist_ok=True)
     lock = _open(copy)
     _take(lock, fcntl.LOCK_SH, copy)
@@ -51,16 +55,27 @@ def staged(manifest: Manifest, stage_to: str | None) -> Manifest:
         _take(lock, fcntl.LOCK_EX, copy)
         if not _whole(copy, manifest):  # Another job may have copied while this one waited.
             _copy(manifest, copy)
+            if not _whole(copy, manifest):  # It would be copied again and again.
+                shutil.rmtree(copy)
+                raise DraftlineError(
+                    f"{manifest.model}: its copy {copy} is not the whole model; keep all weight files of the model in one"
+                    " folder and change none while it is copied, or set target.stage_to: null"
+                )
         _take(lock, fcntl.LOCK_SH, copy)
     _held.append(lock)
     return replace(manifest, model=str(copy))
 
 
 def unstage(stage_to: str) -> list[Path]:
-    """Remove all copies below `stage_to`, whole or not. Raises DraftlineError, naming the processes, when one is in use."""
+    """Remove all copies below `stage_to`, whole or not, and nothing else that has a lock file there.
+
+    Raises DraftlineError, naming the processes, when one is in use.
+    """
     removed = []
     for path in sorted(Path(stage_to).glob("*.lock")):
         copy = path.with_suffix("")
+        if not COPY.fullmatch(copy.name):
+            continue
         with _open(copy) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -206,6 +206,20 @@ def test_a_row_in_error_is_asked_for_again_by_the_next_run(asked, chat, tiny_tar
     assert "error" not in table["status"].to_pylist()
 
 
+def test_a_shard_is_not_finished_by_an_engine_that_answers_no_more(asked, chat, tiny_target, monkeypatch):
+    def ends(answers):
+        for _, (request, result) in zip(range(4 if len(asked) == 1 else 0), answers):
+            yield request, result
+
+    with monkeypatch.context() as patch:
+        changed(patch, ends)
+        with pytest.raises(DraftlineError, match=r"12 of 16 rows failed 4 times, and the last try answered none \("):
+            complete(ROWS, chat, tiny_target.manifest, CONFIG, RUN)
+    asked.clear()
+    assert "error" not in complete(ROWS, chat, tiny_target.manifest, CONFIG, RUN)["status"].to_pylist()
+    assert [len(batch) for batch in asked] == [12], "the four that were answered are kept"
+
+
 def test_ids_behind_the_first_stop_token_are_cut(asked, chat, tiny_target, monkeypatch):
     stop = tiny_target.manifest.eos_token_ids[0]
 

@@ -245,7 +245,7 @@ def test_jobs_ask_for_as_many_gpus_as_their_server_takes(monkeypatch, tmp_path, 
     engine = {**ENGINE, "tensor_parallel": 3, "data_parallel": 2, "flags": flags}
     preflight = {"preflight": {}, "hidden_states": {}}
     made: plan.Plan = a_plan(monkeypatch, tmp_path, preflight)
-    made.config |= {"completions": {"engine": "sglang"}, "engine": engine}
+    made.config |= {"completions": {"engine": "sglang"}, "engine": engine, "target": {"stage_to": None}}
     for rule in ("completions", "bench_completions", "canary"):
         assert made.resource(rule, "gpus") == gpus
         assert made.run_options(rule)["gpus"] == gpus

@@ -185,6 +185,32 @@ def test_a_source_that_is_not_the_manifests_is_refused(manifest, folder):
     assert not copy_of(other, folder).exists()
 
 
+def test_a_model_whose_copy_is_not_whole_is_refused_and_not_copied_again_and_again(manifest, folder, monkeypatch):
+    copied = []
+    monkeypatch.setattr(staging, "_copy", lambda manifest, copy: copied.append(copy) or copy.mkdir())
+    with pytest.raises(
+        DraftlineError, match="is not the whole model; keep all weight files of the model in one folder"
+    ):
+        staged(manifest, str(folder))
+    assert copied == [copy_of(manifest, folder)]
+    assert not copy_of(manifest, folder).exists()
+
+
+def test_only_copies_are_removed(tmp_path, manifest, folder):
+    staged(manifest, str(folder))
+    staging._held.pop().close()
+    for other in ("data", "0123456789abcdeg"):
+        (folder / other).mkdir()
+        (folder / f"{other}.lock").touch()
+    assert unstage(str(folder)) == [copy_of(manifest, folder)]
+    assert (folder / "data").is_dir()
+    assert (folder / "0123456789abcdeg").is_dir()
+    command = [sys.executable, str(SCRIPTS / "unstage.py"), ""]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "name one folder" in done.stderr
+
+
 def test_a_copy_in_use_is_not_removed_and_its_user_is_named(tmp_path, manifest, folder):
     command = [sys.executable, str(SCRIPTS / "unstage.py"), str(folder)]
     with Job(tmp_path, folder) as job:

@@ -27,9 +27,6 @@ NOTHING = "no ids"
 ABORTED = "finish reason abort"
 UNKNOWN = "unknown finish reason"
 
-MENDED = (AFTER_STOP, TOO_MANY, STOP_LEFT_OUT)
-"""What is put right, and only counted."""
-
 
 class RefusedError(Exception):
     """An answer that is no result: `kind` is one of this module's, the text says what was seen."""

@@ -4,7 +4,8 @@ Shapes: B rows, G key-value heads, T columns, D head dimension.
 
 All rows end at the same column and begin where they may, so a step writes one column for all of them, whatever their
 lengths; an attention mask [B, T] tells which columns are a row's own. Positions are given to the model, so a column's number
-means nothing. Rows are exchanged by `adopt` and chosen by `select`, and columns that no row needs are dropped.
+means nothing. Rows are exchanged by `adopt` and chosen by `select`, and columns that no row needs are dropped. Layers may lie on
+several devices; rows are named by indices on any.
 """
 
 from typing import Any
@@ -62,6 +63,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def adopt(self, rows: torch.Tensor, other: "GrowingLayer") -> None:
         """Put the rows of `other`, which has no more columns than this, into `rows`."""
+        rows = rows.to(self.keys.device)
         columns = slice(self.end - other.get_seq_length(), self.end)
         self.keys[rows, :, columns] = other.keys[:, :, other.first : other.end]
         self.values[rows, :, columns] = other.values[:, :, other.first : other.end]
@@ -91,7 +93,9 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return buffer
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.keys, self.values = (buffer.index_select(0, beam_idx) for buffer in (self.keys, self.values))
+        self.keys, self.values = (
+            buffer.index_select(0, beam_idx.to(buffer.device)) for buffer in (self.keys, self.values)
+        )
 
     def get_seq_length(self) -> int:
         return self.end - self.first
@@ -141,7 +145,7 @@ class RowCache(Cache):
                 for states, new in ((mine.conv_states, its.conv_states), (mine.recurrent_states, its.recurrent_states)):
                     state, rows_of_it = states[index], new[index]
                     if state is not None and rows_of_it is not None:
-                        state[rows] = rows_of_it
+                        state[rows.to(state.device)] = rows_of_it
 
     def widen(self, columns: int) -> None:
         """Have at least `columns` columns alive, by empty ones on the left."""
