@@ -100,11 +100,10 @@ def check(config: Mapping[str, Any]) -> None:
             raise DraftlineError(
                 f"config: mask_gate.waive: {waiver['source']}: no such source; known: {', '.join(sources)}"
             )
-    if config["completions"]["engine"] == "sglang":
-        _check_sglang(config["engine"], config["run"])
+    _check_engine(config["completions"]["engine"], config["engine"], config["run"])
     for name in config["engine_benchmarks"]:
-        if (entry := benchmark(config, name))["engine"] == "sglang":
-            _check_sglang(entry["settings"], config["run"])
+        entry = benchmark(config, name)
+        _check_engine(entry["engine"], entry["settings"], config["run"])
     parts = config["shards"] * config["hidden_states"]["parts_per_shard"]
     for name, drafter in config["drafters"].items():
         if config["segments"] > parts * drafter["epochs"]:
@@ -112,6 +111,15 @@ def check(config: Mapping[str, Any]) -> None:
                 f"config: segments: {config['segments']}: drafter {name} has only {parts * drafter['epochs']} part visits"
                 f" ({parts} parts x {drafter['epochs']} epochs); lower segments"
             )
+
+
+def _check_engine(kind: str, engine: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    if kind == "openai" and not engine["endpoints"]:
+        raise DraftlineError(
+            "config: engine.endpoints: empty, but the engine is openai; name the servers: [{url: ...}]"
+        )
+    if kind == "sglang":
+        _check_sglang(engine, run)
 
 
 def _check_sglang(engine: Mapping[str, Any], run: Mapping[str, Any]) -> None:

@@ -68,6 +68,8 @@ def test_presets_are_right(preset):
         ("drafters.demo.layer_types", ["full_attention"], "drafters.demo.layer_types: 1 entries for 2 layers"),
         ("segments", 1000, "segments: 1000: drafter demo has only"),
         ("completions.engine", "sglang", "run.device: cpu: engine sglang works on GPUs that the job leases"),
+        ("completions.engine", "openai", "engine.endpoints: empty, but the engine is openai"),
+        ("engine_benchmarks.a", {"engine": "openai"}, "engine.endpoints: empty, but the engine is openai"),
         ("engine.memory_fraction", 1, "engine.memory_fraction: 1: "),
         ("engine.endpoints", [{"url": "gpu7:8000"}], "engine.endpoints.0.url: 'gpu7:8000': "),
         ("engine_benchmarks.a", {"concurrency": [4]}, "engine_benchmarks.a: engine is missing"),

@@ -134,7 +134,7 @@ def test_ready_is_a_server_that_answered_not_one_with_an_open_port(make, tmp_pat
 
 
 def test_a_server_that_refuses_the_question_again_and_again_is_not_waited_for_for_ever(make, tmp_path):
-    made = make("refuses for ever", stall=1)
+    made = make("refuses for ever", stall=5)
     with pytest.raises(DraftlineError, match=r'does not answer: {"error": "warming up"}; its log is '):
         made.start(lambda: asks(made))
     assert not lives(pid(tmp_path))

@@ -99,7 +99,7 @@ def test_a_server_killed_or_hung_mid_shard_is_replaced_and_finished_rows_are_kep
 
     striker = threading.Thread(target=strike)
     striker.start()
-    stall = 2 if how == signal.SIGSTOP else 60
+    stall = 8 if how == signal.SIGSTOP else 60
     table = complete(ROWS, chat, tiny_target.manifest, SGLANG, run_options(place, "holds", stall_seconds=stall))
     striker.join()
     assert set(table["status"].to_pylist()) <= {"truncated", "repetition"}

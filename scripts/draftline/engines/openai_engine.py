@@ -47,10 +47,6 @@ class OpenAIEngine(HttpEngine):
     """The endpoints of the config's section ``engine``, given as `settings`."""
 
     def __init__(self, manifest: Manifest, chat: Chat, settings: Mapping[str, Any]) -> None:
-        if not settings["endpoints"]:
-            raise DraftlineError(
-                "config: engine.endpoints: empty, but the engine is openai; name the servers: [{url: ...}]"
-            )
         self.manifest, self.chat = manifest, chat
         self.allow_retokenize: bool = settings["allow_retokenize"]
         self.models = {_root(entry["url"]): entry.get("model") for entry in settings["endpoints"]}
