@@ -45,33 +45,48 @@ KERNEL_ERROR, KERNEL_FLOOR = 2.0, 5e-3
 pass in any case (6.3.1): where the target is fp32 the torch versions have no error."""
 
 
+class Distance:
+    """How far states are from others, over all samples."""
+
+    def __init__(self) -> None:
+        self.error = self.norm = 0.0
+        self.cosines: list[torch.Tensor] = []
+
+    def add(self, ours_TH: torch.Tensor, theirs_TH: torch.Tensor) -> None:
+        """Take in a sample: one layer's states [T, H], and those that they are held against."""
+        ours_TH, theirs_TH = ours_TH.double(), theirs_TH.double()
+        self.error += float((ours_TH - theirs_TH).square().sum())
+        self.norm += float(theirs_TH.square().sum())
+        self.cosines.append(nn.functional.cosine_similarity(ours_TH, theirs_TH, dim=1))
+
+    def figures(self) -> dict[str, float]:
+        """`relative_rms`, and `mean_cosine` and `min_cosine` by token."""
+        cosines = torch.cat(self.cosines)
+        return {
+            "relative_rms": math.sqrt(self.error / self.norm),
+            "mean_cosine": float(cosines.mean()),
+            "min_cosine": float(cosines.min()),
+        }
+
+
 class LayerFit:
     """How one layer's stored features fit the reference, over all samples."""
 
     def __init__(self) -> None:
-        self.cosines: dict[tuple[int, int], list[torch.Tensor]] = {offset: [] for offset in OFFSETS}
-        self.error = self.norm = 0.0
+        self.fits = {offset: Distance() for offset in OFFSETS}
 
     def add(self, stored_TH: torch.Tensor, states: Sequence[torch.Tensor], layer: int) -> None:
         """Take in a sample: features of `layer`, and all of the reference's hidden states [T, H], embeddings first."""
-        stored_TH = stored_TH.double()
-        reference_TH = states[layer + 1].double()
-        self.error += float((stored_TH - reference_TH).square().sum())
-        self.norm += float(reference_TH.square().sum())
-        for offset, shift in OFFSETS:
-            other_TH = states[layer + 1 + offset].double()
+        for (offset, shift), fit in self.fits.items():
             first, last = max(0, -shift), len(stored_TH) - max(0, shift)
-            ours, theirs = stored_TH[first:last], other_TH[first + shift : last + shift]
-            self.cosines[offset, shift].append(nn.functional.cosine_similarity(ours, theirs, dim=1))
+            fit.add(stored_TH[first:last], states[layer + 1 + offset][first + shift : last + shift])
 
     def figures(self) -> dict[str, Any]:
-        """`relative_rms`, `mean_cosine`, `min_cosine` at the layer itself; mean cosines and best fit among neighbours."""
-        means = {offset: float(torch.cat(cosines).mean()) for offset, cosines in self.cosines.items()}
+        """`Distance.figures` at the layer itself; mean cosines and best fit among neighbours."""
+        means = {offset: fit.figures()["mean_cosine"] for offset, fit in self.fits.items()}
         best = max(means, key=means.__getitem__)
         return {
-            "relative_rms": math.sqrt(self.error / self.norm),
-            "mean_cosine": means[0, 0],
-            "min_cosine": float(torch.cat(self.cosines[0, 0]).min()),
+            **self.fits[0, 0].figures(),
             "best_fit": {"layer_offset": best[0], "token_shift": best[1]},
             "neighbours": {f"layer {offset:+d}, token {shift:+d}": means[offset, shift] for offset, shift in OFFSETS},
         }
@@ -108,15 +123,17 @@ def check_part(
         del model
         model = load_model(manifest, run, last_layer=reader.layers[-1])
     prefer_fla_convolution(model)
+    sequences = [reader.input_ids(n) for n in chosen]
+    alone = each_alone(model, reader.layers, sequences)
     figures: dict[str, Any] = {
         "samples": [reader.ids[n] for n in chosen],
         "layers": {str(layer): fit.figures() for layer, fit in fits.items()},
-        "batch_invariance": batch_invariance(model, reader.layers, [reader.input_ids(n) for n in chosen]),
+        "batch_invariance": batch_invariance(model, reader.layers, sequences, alone),
         "part": {name: reader.facts[name] for name in ("dtype", "storage", "kernels", "versions")},
         "reference": {"dtype": "float32", "kernels": reference_kernels, "versions": versions()},
     }
     if any(place.package != "torch" for place in places(model)):
-        figures["kernels"] = compare_kernels(model, reader.layers, [reader.input_ids(n) for n in chosen], references)
+        figures["kernels"] = compare_kernels(model, reader.layers, sequences, alone, references)
     limits = {name: config[name] for name in ("mean_cosine", "min_cosine")}
     limits["batch_invariance"] = BATCH_INVARIANCE[manifest.dtype]
     if reader.facts["dtype"] == "float32":
@@ -132,49 +149,49 @@ def reference_states(model: nn.Module, input_ids_T: torch.Tensor) -> list[torch.
     return [state_BTH[0].cpu() for state_BTH in output.hidden_states]
 
 
-def batch_invariance(model: nn.Module, layers: Sequence[int], sequences: list[torch.Tensor]) -> float:
+def each_alone(model: nn.Module, layers: Sequence[int], sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Features [T, F] of each sequence by itself, on the CPU."""
+    return [features_TF.cpu() for _, features_TF in sorted(extract(model, layers, sequences, batch_tokens=1))]
+
+
+def batch_invariance(
+    model: nn.Module, layers: Sequence[int], sequences: list[torch.Tensor], alone: list[torch.Tensor]
+) -> float:
     """Relative RMS difference between features of all `sequences` in one padded batch and of each alone."""
-    together = dict(extract(model, layers, sequences, batch_tokens=max(map(len, sequences)) * len(sequences)))
-    alone = dict(extract(model, layers, sequences, batch_tokens=1))
-    error = sum(float((together[n].double() - alone[n].double()).square().sum()) for n in alone)
-    return math.sqrt(error / sum(float(features_TF.double().square().sum()) for features_TF in alone.values()))
+    distance = Distance()
+    for n, features_TF in extract(model, layers, sequences, batch_tokens=max(map(len, sequences)) * len(sequences)):
+        distance.add(features_TF.cpu(), alone[n])
+    return distance.figures()["relative_rms"]
 
 
 def compare_kernels(
-    model: nn.Module, layers: Sequence[int], sequences: list[torch.Tensor], references: list[torch.Tensor]
+    model: nn.Module,
+    layers: Sequence[int],
+    sequences: list[torch.Tensor],
+    alone: list[torch.Tensor],
+    references: list[torch.Tensor],
 ) -> dict[str, Any]:
-    """By layer, how far the model's kernels, transformers' torch versions and fp32 are from each other (`distance`).
+    """By layer, how far the model's kernels, transformers' torch versions and fp32 are from each other (`Distance`).
 
-    `references` [T, F] are the features of each sequence in fp32 by the torch versions.
+    `alone` [T, F] are the features of each sequence by the model's kernels, `references` those in fp32 by the torch versions.
     """
-    fast = [features_TF.cpu() for _, features_TF in sorted(extract(model, layers, sequences, batch_tokens=1))]
     with torch_kernels(model):
-        plain = [features_TF.cpu() for _, features_TF in sorted(extract(model, layers, sequences, batch_tokens=1))]
-    pairs = {"found_to_torch": (fast, plain), "found_to_fp32": (fast, references), "torch_to_fp32": (plain, references)}
-    return {
-        str(layer): {
-            name: distance([[of_sample.chunk(len(layers), dim=1)[k] for of_sample in one] for one in pair])
-            for name, pair in pairs.items()
-        }
-        for k, layer in enumerate(layers)
+        plain = each_alone(model, layers, sequences)
+    pairs = {
+        "found_to_torch": (alone, plain),
+        "found_to_fp32": (alone, references),
+        "torch_to_fp32": (plain, references),
     }
-
-
-def distance(pair: Sequence[Sequence[torch.Tensor]]) -> dict[str, float]:
-    """`relative_rms`, `mean_cosine` and `min_cosine` by token of one layer's states [T, H] of all samples to others."""
-    error = norm = 0.0
-    cosines = []
-    for ours_TH, theirs_TH in zip(*pair):
-        ours_TH, theirs_TH = ours_TH.double(), theirs_TH.double()
-        error += float((ours_TH - theirs_TH).square().sum())
-        norm += float(theirs_TH.square().sum())
-        cosines.append(nn.functional.cosine_similarity(ours_TH, theirs_TH, dim=1))
-    found = torch.cat(cosines)
-    return {
-        "relative_rms": math.sqrt(error / norm),
-        "mean_cosine": float(found.mean()),
-        "min_cosine": float(found.min()),
-    }
+    figures: dict[str, Any] = {str(layer): {} for layer in layers}
+    for name, pair in pairs.items():
+        distances = [Distance() for _ in layers]
+        for ours_TF, theirs_TF in zip(*pair):
+            of_layers = zip(distances, ours_TF.chunk(len(layers), dim=1), theirs_TF.chunk(len(layers), dim=1))
+            for distance, ours_TH, theirs_TH in of_layers:
+                distance.add(ours_TH, theirs_TH)
+        for layer, distance in zip(layers, distances):
+            figures[str(layer)][name] = distance.figures()
+    return figures
 
 
 def failures(states: str, figures: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
