@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from draftline.digests import sampled_digest
 from draftline.errors import DraftlineError
 from draftline.provenance import canonical, safetensors_header
-from draftline.sources import sampled_digest
 
 if TYPE_CHECKING:
     import torch

@@ -48,8 +48,9 @@ def load_model(
     build: Any = AutoModelForCausalLM if last_layer is None else AutoModel
     devices = [f"cuda:{n}" for n in range(run.get("gpus", 1))] if device == "cuda" else [device]
     if len(devices) > 1:
-        blocks = split(checkpoint.blocks(last_layer), devices)
-        placed, needed = module_names(build, config, blocks), needs(checkpoint.blocks(last_layer), blocks)
+        blocks = checkpoint.blocks(last_layer)
+        where = split(blocks, devices)
+        placed, needed = module_names(build, config, where), needs(blocks, where)
     else:
         placed, needed = {"": device}, {device: checkpoint.text_parameters(last_layer)}
     _check_memory({name: count * dtype.itemsize for name, count in needed.items()}, folder)

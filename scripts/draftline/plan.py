@@ -422,10 +422,10 @@ class Plan:
         in a dry run of ten thousand jobs.
         """
         amounts: dict[str, Any] = {name: self.resource(rule, name) for name in ("mem_mb", "runtime", "disk_mb")}
-        if rule in KIND_OF_WORK:
-            amounts["gpu"] = self.resource(rule, "gpus")
         if rule == "engine_benchmark":
             amounts["gpu"] = lambda wildcards: self.resource(rule, "gpus", entry=wildcards.name)
+        elif rule in KIND_OF_WORK:
+            amounts["gpu"] = self.resource(rule, "gpus")
         if self.cluster:
             amounts |= {name: self._growing(rule, name) for name in GROWING}
             if rule in KIND_OF_WORK:

@@ -4,19 +4,17 @@ What is not at hand yet counts as absent, so that a plan can be drawn before tar
 """
 
 import glob
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftline.digests import sampled_digest
 from draftline.settings import file_digest
 
 DIGESTS = Path("results/.resume/digests")
 """Where digests of source files are remembered."""
 ABSENT = "absent"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-SAMPLES = 16
-SAMPLE_BYTES = 65536
 
 
 def locate(path: str, workflow: Path) -> Path:
@@ -75,15 +73,3 @@ def target(target: Mapping[str, Any], workflow: Path, cache: Path) -> dict[str, 
         path = locate(target["chat_template"], workflow)
         found["chat_template"] = file_digest(path, cache) if path.is_file() else ABSENT
     return found
-
-
-def sampled_digest(path: Path) -> str:
-    """SHA-256 over a large file's size, its beginning and `SAMPLES` evenly spaced blocks: retrained weights differ in all."""
-    size = path.stat().st_size
-    value = hashlib.sha256(str(size).encode())
-    with open(path, "rb") as file:
-        value.update(file.read(1 << 20))
-        for n in range(SAMPLES):
-            file.seek(size * n // SAMPLES)
-            value.update(file.read(SAMPLE_BYTES))
-    return value.hexdigest()

@@ -19,7 +19,7 @@ from typing import TextIO
 import orjson
 import psutil
 
-from draftline import memory
+from draftline import memory, sources
 from draftline.checkpoint import Checkpoint, weights_sha256
 from draftline.errors import DraftlineError
 from draftline.manifest import Manifest
@@ -30,7 +30,7 @@ DIGITS = 16
 COPY = re.compile(f"[0-9a-f]{{{DIGITS}}}")
 LIST = "draftline-copy.json"
 """A copy's files: name -> [bytes, SHA-256]."""
-SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+SMALL_FILES = (*sources.SMALL_FILES, "*.py")
 """What a model folder has beside its weights that transformers or a server reads."""
 IN_MEMORY = ("tmpfs", "ramfs")
 BLOCK = 1 << 24

@@ -72,6 +72,16 @@ def test_every_command_of_the_project_has_one():
     assert all(len(module.fingerprint(command)) == 16 for command in commands)
 
 
+@pytest.mark.parametrize("command", ["completions", "hidden_states"])
+def test_how_source_files_are_found_makes_no_gpu_work_stale(tmp_path, monkeypatch, command):
+    shutil.copytree(module.SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(module, "SCRIPTS", tmp_path / "scripts")
+    before = module.fingerprint(command)
+    path = tmp_path / "scripts" / "draftline" / "sources.py"
+    path.write_text(path.read_text() + "EXTRA = 1\n")
+    assert module.fingerprint(command) == before
+
+
 @pytest.mark.parametrize("python", ["python3.11", "python3.12", "python3.13", "python3.14"])
 def test_every_version_of_python_gives_the_same(python):
     """A job's interpreter may be newer than that of the run that planned it."""

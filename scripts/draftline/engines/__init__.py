@@ -49,7 +49,8 @@ class Result:
     """Newly sampled ids, the stop token included. `finish_reason`: ``stop``, ``length``, or ``error`` with its text.
 
     `retokenized` ids are not those that were sampled: they were made from the text that a server returned. `seconds` is the time
-    from sending to result, where an engine tells it. An error is one that may pass (a server that is gone or busy); one that cannot pass is raised as DraftlineError.
+    from sending to result, where an engine tells it. An error is one that may pass (a server that is gone or busy); one that
+    cannot pass is raised as DraftlineError.
     """
 
     ids: list[int]

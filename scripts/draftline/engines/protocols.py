@@ -46,8 +46,8 @@ class Api(Protocol):
 class SGLangGenerate:
     """SGLang's own ``/generate``: ids in and out, and the id that stopped.
 
-    `stop_ids` are the target's, of which a server may know only some. A draw depends on seed and position, so a continued row is the row that was never cut. SGLang heeds seeds only with
-    ``--enable-deterministic-inference``.
+    `stop_ids` are the target's, of which a server may know only some. A draw depends on seed and position, so a continued row
+    is the row that was never cut. SGLang heeds seeds only with ``--enable-deterministic-inference``.
     """
 
     stop_ids: tuple[int, ...] = ()
