@@ -87,9 +87,10 @@ def choose(prompts: Sequence[str], count: int) -> list[dict[str, Any]]:
 
 
 def _states(samples: pa.Table, manifest: Manifest, run: Mapping[str, Any]) -> tuple[list[dict[str, float]], list[str]]:
+    from draftline.extraction import prepare
     from draftline.loading import load_model
 
-    model = load_model(manifest, run, last_layer=manifest.num_layers - 2)
+    model = prepare(load_model(manifest, run, last_layer=manifest.num_layers - 2))
     return check_layers(model, manifest.num_layers - 1, probes(samples), where=manifest.model)
 
 

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from draftline.agreement import disagreement
 from draftline.kernels import Place, places
 from draftline.loading import decoder_layers
 from draftline.progress import say
 
 NAME = "causal_conv1d_fn"
 POSITIONS = 300
-LARGER_ERROR = 2.0
-"""Most that its error to float64 may be, in errors of the torch version: rounding in another order at times costs a bit."""
 
 
 def prefer_fla_convolution(model: nn.Module) -> None:
@@ -76,9 +75,4 @@ def _disagreement(ours: Callable[..., torch.Tensor], place: Place, weight_DW: to
         found = ours(hidden_BDS, weight_DW, activation="silu")
     except Exception as error:  # noqa: BLE001 - a compiler behind it may fail in many ways, and there is another version
         return f"fails ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
-    if found.shape != exact.shape:
-        return f"gives {tuple(found.shape)} for {tuple(exact.shape)}"
-    fallback = place.torch_version(hidden_BDS, weight_DW, activation="silu")
-    theirs, own = (float((other.double() - exact).norm() / exact.norm()) for other in (found, fallback))
-    allowed = LARGER_ERROR * max(own, torch.finfo(weight_DW.dtype).eps)
-    return None if theirs <= allowed else f"is off by {theirs:.1e}, over {allowed:.1e}"
+    return disagreement(found, place.torch_version(hidden_BDS, weight_DW, activation="silu"), exact)

@@ -3,7 +3,7 @@
 Sequences of like length share a forward and are padded on the right, without an attention mask: in a causal model, with
 attention or a recurrent state, nothing at a position depends on what comes after it, so the pads reach no real token. That
 keeps the fast causal kernels (a mask would rule them out, and grouped heads would be copied). Where every layer's kernel takes
-packed sequences, they stand one after the other in one row, without pads.
+packed sequences, they stand one after the other in one row, without pads, and each row is filled as far as can be.
 
 Shapes: B sequences of a batch, S positions, T tokens of one sequence, K tapped layers, H hidden size, F = K * H.
 """
@@ -16,8 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from draftline.convolution import prefer_fla_convolution
+from draftline.cpu_linear import pack
+from draftline.fusion import fuse
 from draftline.kernels import packs
 from draftline.loading import backbone, decoder_layers
+from draftline.packed_attention import prefer_packed_attention
 
 BATCH_TOKENS = 16384
 
@@ -26,20 +30,30 @@ class _Reached(Exception):  # noqa: N818 - not an error: the highest tapped laye
     """Ends a forward."""
 
 
+def prepare(model: nn.Module) -> nn.Module:
+    """Choose, in place, the fastest kernels for whole sequences that a frozen model's device has and that keep its numbers."""
+    pack(model)
+    prefer_packed_attention(model)
+    prefer_fla_convolution(model)
+    if next(model.parameters()).is_cuda:
+        fuse(model)
+    return model
+
+
 def extract(
     model: nn.Module,
     layer_ids: Sequence[int],
     sequences: Sequence[torch.Tensor | list[int]],
     batch_tokens: int = BATCH_TOKENS,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (index, features [T, F]) of every sequence of token ids, longest first, in the model's dtype on its device.
+    """Yield (index, features [T, F]) of every sequence of token ids, in any order, in the model's dtype on its device.
 
     Feature columns are the outputs of the decoder layers `layer_ids` (ascending, 0-based), one after the other. A forward
     takes at most `batch_tokens` positions, pads included, or one sequence. Layers above the highest and the head never run.
     """
     packed = packs(model)
     device = next(model.parameters()).device
-    for batch in batches([len(sequence) for sequence in sequences], batch_tokens, packed):
+    for batch in (filled if packed else batches)([len(sequence) for sequence in sequences], batch_tokens):
         rows = [torch.as_tensor(sequences[n], dtype=torch.int64) for n in batch]
         inputs, places = (_packed if packed else _padded)(rows, device)
         tapped = _forward(model, layer_ids, inputs)
@@ -66,20 +80,33 @@ def _forward(model: nn.Module, layer_ids: Sequence[int], inputs: Mapping[str, An
     return outputs
 
 
-def batches(lengths: Sequence[int], batch_tokens: int, packed: bool = False) -> list[list[int]]:
+def batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Indices of sequences, longest first, in groups of at most `batch_tokens` positions, pads included (or one sequence)."""
     groups: list[list[int]] = []
-    room = 0
-    for n in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
-        # Padded, each takes as many positions as the first of its group.
-        taken = lengths[groups[-1][0]] if groups and not packed else lengths[n]
-        if groups and taken <= room:
+    for n in _longest_first(lengths):
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= batch_tokens:
             groups[-1].append(n)
-            room -= taken
         else:
             groups.append([n])
-            room = batch_tokens - lengths[n]
     return groups
+
+
+def filled(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Indices of sequences in groups of at most `batch_tokens` tokens (or one sequence): each in the first that has room."""
+    groups: list[list[int]] = []
+    rooms: list[int] = []
+    for n in _longest_first(lengths):
+        g = next((g for g, room in enumerate(rooms) if room >= lengths[n]), len(groups))
+        if g == len(groups):
+            groups.append([])
+            rooms.append(batch_tokens)
+        groups[g].append(n)
+        rooms[g] -= lengths[n]
+    return groups
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
 
 
 Places = list[tuple[int, slice]]
@@ -96,15 +123,12 @@ def _packed(rows: list[torch.Tensor], device: torch.device) -> tuple[dict[str, A
     """All sequences in one row; each begins at position 0, and attention, convolution and state begin anew with it."""
     lengths = [len(row) for row in rows]
     ends = [0, *itertools.accumulate(lengths)]
-    ends_N = torch.tensor(ends, dtype=torch.int32, device=device)
     whose_T = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(lengths))
     inputs = {
         "input_ids": torch.cat(rows)[None].to(device),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device),
-        "cu_seq_lens_q": ends_N,  # flash attention and fla
-        "cu_seq_lens_k": ends_N,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
+        "lengths": lengths,  # draftline.packed_attention
+        "cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32, device=device),  # fla
         "seq_idx": whose_T[None].to(device),  # causal_conv1d
     }
     return inputs, [(0, slice(start, end)) for start, end in itertools.pairwise(ends)]

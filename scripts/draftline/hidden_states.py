@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftline import provenance
-from draftline.convolution import prefer_fla_convolution
-from draftline.cpu_linear import pack
 from draftline.errors import DraftlineError
-from draftline.extraction import extract
+from draftline.extraction import extract, prepare
 from draftline.kernels import kernels, versions
 from draftline.layers import layer_ids
 from draftline.loading import load_model
@@ -71,8 +69,7 @@ def make_states(
     disk, and states that cannot be right.
     """
     ids = layer_ids(layers, manifest.num_layers, "hidden_states.layers")
-    model = pack(load_model(manifest, run, last_layer=ids[-1]))
-    prefer_fla_convolution(model)
+    model = prepare(load_model(manifest, run, last_layer=ids[-1]))
     facts = {
         "target": {"name": manifest.name, "weights_sha256": manifest.weights_sha256},
         "kernels": kernels(model, manifest.layer_types),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from draftline import fusion, packed_attention
 from draftline.loading import decoder_layers
 
 PACKAGES = {
@@ -22,9 +23,6 @@ PACKAGES = {
     "causal_conv1d": "causal-conv1d",
 }
 
-
-VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Attention implementations of transformers that take packed sequences by their ends."""
 STEPS = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")
 """Functions for one token at a time, which no forward over whole sequences calls."""
 
@@ -33,14 +31,15 @@ def kernels(model: nn.Module, layer_types: list[str]) -> dict[str, Any]:
     """Per layer type of the loaded layers: the attention implementation, or each replaceable function's package.
 
     For example ``{"full_attention": "sdpa", "linear_attention": {"causal_conv1d_fn": "torch", "chunk_gated_delta_rule":
-    "fla"}}``.
+    "fla"}}``; with the compiled kinds of modules under ``compiled``, where there are any.
     """
     found: dict[str, Any] = {}
     for layer, kind in zip(decoder_layers(model), layer_types):
         if kind not in found:
             attention = model.config._attn_implementation  # type: ignore[union-attr]
             found[kind] = _of_functions(layer) if kind == "linear_attention" else attention
-    return found
+    compiled = fusion.fused(model)
+    return {**found, "compiled": compiled} if compiled else found
 
 
 class Place(NamedTuple):
@@ -85,12 +84,13 @@ def places(model: nn.Module) -> list[Place]:
 
 @contextlib.contextmanager
 def torch_kernels(model: nn.Module) -> Iterator[None]:
-    """Within the block a model's layers run on transformers' own torch versions, whatever packages are there."""
+    """Within the block a model's layers run on transformers' own torch versions, step by step, whatever packages are there."""
     before = places(model)
     for place in before:
         place.choose(place.torch_version)
     try:
-        yield
+        with fusion.eager(model):
+            yield
     finally:
         for place in before:
             place.names[place.name] = place.function
@@ -99,7 +99,8 @@ def torch_kernels(model: nn.Module) -> Iterator[None]:
 def packs(model: nn.Module) -> bool:
     """Whether every layer's kernel takes sequences of any lengths one after the other and keeps them apart."""
     attention = model.config._attn_implementation  # type: ignore[union-attr]
-    return attention in VARLEN and all(place.package != "torch" for place in places(model) if place.name not in STEPS)
+    others = [place.package for place in places(model) if place.name not in STEPS]
+    return attention == packed_attention.NAME and "torch" not in others
 
 
 def versions() -> dict[str, str]:

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from draftline import provenance
-from draftline.convolution import prefer_fla_convolution
 from draftline.errors import DraftlineError
-from draftline.extraction import extract
+from draftline.extraction import extract, prepare
 from draftline.gates import close_gate
 from draftline.kernels import kernels, places, torch_kernels, versions
 from draftline.loading import backbone, load_model
@@ -122,7 +121,7 @@ def check_part(
     if manifest.dtype != "float32":
         del model
         model = load_model(manifest, run, last_layer=reader.layers[-1])
-    prefer_fla_convolution(model)
+    prepare(model)
     sequences = [reader.input_ids(n) for n in chosen]
     alone = each_alone(model, reader.layers, sequences)
     figures: dict[str, Any] = {

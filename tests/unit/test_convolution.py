@@ -71,7 +71,7 @@ def test_the_gate_compares_a_packages_kernels_with_torchs_and_with_fp32(tmp_path
         assert between["found_to_torch"]["relative_rms"] == pytest.approx(
             between["found_to_fp32"]["relative_rms"], rel=0.1
         )
-        assert between["torch_to_fp32"]["relative_rms"] < 1e-6
+        assert between["torch_to_fp32"]["relative_rms"] < 5e-5
         assert all(pair["mean_cosine"] > pair["min_cosine"] > 0.9999 for pair in between.values())
 
 

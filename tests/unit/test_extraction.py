@@ -11,10 +11,11 @@ from small_models import BUILDERS, build
 from states_fixtures import LENGTHS, samples_of
 from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
-from draftline import extraction
-from draftline.extraction import batches, extract
+from draftline import fusion, packed_attention
+from draftline.extraction import batches, extract, filled, prepare
 from draftline.kernels import STEPS, kernels, packs, places, torch_kernels, versions
 from draftline.loading import decoder_layers
+from draftline.packed_attention import prefer_packed_attention
 
 TAPPED = [0, 2]
 
@@ -26,7 +27,7 @@ def sequences():
 def plain_states(model, ids_T):
     """The same by transformers: one sequence, no padding, no hooks."""
     with torch.no_grad():
-        states = model(input_ids=ids_T[None].long(), output_hidden_states=True).hidden_states
+        states = model(input_ids=ids_T[None].long().to(model.device), output_hidden_states=True).hidden_states
     return torch.cat([states[i + 1][0] for i in TAPPED], dim=-1)
 
 
@@ -69,17 +70,25 @@ def test_hooks_are_gone_between_samples():
 
 
 @pytest.mark.parametrize("budget", [1, 63, 64, 150, 10_000])
-@pytest.mark.parametrize("packed", [False, True])
-def test_batches_hold_each_sequence_once_longest_first_within_the_budget(budget, packed):
-    groups = batches(LENGTHS, budget, packed)
+def test_batches_hold_each_sequence_once_longest_first_within_the_budget(budget):
+    groups = batches(LENGTHS, budget)
     flat = [n for group in groups for n in group]
     assert sorted(flat) == list(range(len(LENGTHS)))
     assert [LENGTHS[n] for n in flat] == sorted(LENGTHS, reverse=True)
     for group, following in zip(groups, [*groups[1:], None]):
-        sizes = [LENGTHS[n] if packed else LENGTHS[group[0]] for n in group]
-        assert len(group) == 1 or sum(sizes) <= budget
+        assert len(group) == 1 or LENGTHS[group[0]] * len(group) <= budget
         if following:
-            assert sum(sizes) + (LENGTHS[following[0]] if packed else LENGTHS[group[0]]) > budget
+            assert LENGTHS[group[0]] * (len(group) + 1) > budget
+
+
+@pytest.mark.parametrize("budget", [1, 63, 64, 150, 10_000])
+def test_packed_batches_hold_each_sequence_once_and_leave_no_room_for_a_later_one(budget):
+    groups = filled(LENGTHS, budget)
+    assert sorted(n for group in groups for n in group) == list(range(len(LENGTHS)))
+    for g, group in enumerate(groups):
+        tokens = sum(LENGTHS[n] for n in group)
+        assert len(group) == 1 or tokens <= budget
+        assert all(tokens + LENGTHS[n] > budget for later in groups[g + 1 :] for n in later)
 
 
 def by_ends(place):
@@ -108,15 +117,19 @@ def chosen_by_ends(model):
             place.choose(by_ends(place))
 
 
+PACKING = sorted(BUILDERS.keys() - {"sliding"})
+
+
 @pytest.mark.parametrize("batch_tokens", [1, 100, 100_000])
-@pytest.mark.parametrize("name", BUILDERS)
-def test_features_of_packed_sequences_are_those_of_each_alone(name, batch_tokens, monkeypatch):
-    """On the CPU: attention by a mask of blocks, which transformers makes from positions, and torch's rule and convolution by ends."""
+@pytest.mark.parametrize("name", PACKING)
+def test_features_of_packed_sequences_are_those_of_each_alone(name, batch_tokens):
+    """On the CPU torch's rule and convolution by ends stand for the packages'."""
     model = build(name)
     expected = [plain_states(model, ids_T) for ids_T in sequences()]
-    monkeypatch.setattr(extraction, "packs", lambda model: True)
+    prefer_packed_attention(model)
     with torch_kernels(model):
         chosen_by_ends(model)
+        assert packs(model)
         found = dict(extract(model, TAPPED, sequences(), batch_tokens))
     for n, reference_TF in enumerate(expected):
         torch.testing.assert_close(found[n], reference_TF, atol=1e-5 * float(reference_TF.abs().max()), rtol=1e-5)
@@ -127,15 +140,69 @@ def test_features_of_packed_sequences_are_those_of_each_alone(name, batch_tokens
 
 
 def test_sequences_are_packed_only_where_every_kernel_keeps_them_apart():
-    llama, hybrid = build("llama"), build("hybrid")
+    llama, sliding, hybrid = (build(name) for name in ("llama", "sliding", "hybrid"))
     assert not packs(llama)
-    for model in (llama, hybrid):
-        model.config._attn_implementation = "flash_attention_2"
+    for model in (llama, sliding, hybrid):
+        prefer_packed_attention(model)
     assert packs(llama)
+    assert not packs(sliding)
     with torch_kernels(hybrid):
         assert not packs(hybrid)
         chosen_by_ends(hybrid)
         assert packs(hybrid)
+
+
+def test_a_window_that_is_not_in_the_layer_types_is_seen():
+    model = build("llama")
+    model.config.sliding_window = 6
+    prefer_packed_attention(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_attention_that_is_not_torchs_own_stays_as_it_is():
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    prefer_packed_attention(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.fixture
+def places_again():
+    """Kernels that a test chooses are chosen for the whole process."""
+    before = places(build("hybrid"))
+    yield
+    for place in before:
+        place.names[place.name] = place.function
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
+
+
+@needs_gpu
+@pytest.mark.parametrize("batch_tokens", [1, 100, 100_000])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_on_a_gpu_features_are_those_of_each_sequence_alone_in_fp32(name, batch_tokens, places_again):
+    exact = build(name).bfloat16().float()
+    model = prepare(build(name).bfloat16().to("cuda"))
+    assert packs(model) == (name != "sliding")
+    found = dict(extract(model, TAPPED, sequences(), batch_tokens))
+    for n, ids_T in enumerate(sequences()):
+        for part in (slice(None), slice(3)):
+            ours_TF, exact_TF = found[n][part].float().cpu(), plain_states(exact, ids_T)[part]
+            assert float((ours_TF - exact_TF).norm() / exact_TF.norm()) < 6e-2
+
+
+@needs_gpu
+def test_on_a_gpu_a_hybrid_runs_on_fla_and_compiled_norms(places_again):
+    model = prepare(build("hybrid").bfloat16().to("cuda"))
+    found = kernels(model, model.config.layer_types)
+    assert found["full_attention"] == packed_attention.NAME
+    assert found["linear_attention"]["chunk_gated_delta_rule"] == "fla"
+    assert found["linear_attention"]["causal_conv1d_fn"] in ("fla", "causal_conv1d")
+    assert found["compiled"] == ["Qwen3_5MLP", "Qwen3_5RMSNorm", "Qwen3_5RMSNormGated"]
+    with torch_kernels(model):
+        assert not fusion.fused(model)
+    assert fusion.fused(model) == found["compiled"]
 
 
 def test_kernels_name_attention_and_each_function_of_a_linear_layer():

@@ -1,0 +1,50 @@
+"""Attention over packed sequences by torch's own (SDPA), sequence by sequence, so that none sees another.
+
+A kernel for packed sequences would need a package, and a mask of blocks rules the fast kernels out and is computed over all pairs. Some
+sequences of hundreds of tokens fill a GPU each.
+
+Shapes: N heads, S positions of all sequences, D channels of a head.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+NAME = "packed_sdpa"
+KINDS = {"full_attention", "linear_attention"}
+
+
+def prefer_packed_attention(model: nn.Module) -> None:
+    """Let a model take packed sequences, where its attention is SDPA over everything before a token."""
+    config: Any = model.config
+    kinds = getattr(config, "layer_types", None)
+    plain = KINDS.issuperset(kinds) if kinds else getattr(config, "sliding_window", None) is None
+    if plain and config._attn_implementation == "sdpa":
+        config._attn_implementation = NAME
+
+
+def packed_sdpa(
+    module: nn.Module,
+    query_1NSD: torch.Tensor,
+    key_1NSD: torch.Tensor,
+    value_1NSD: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    lengths: Sequence[int] | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention outputs [1, S, N, D] of sequences of `lengths`; without these, every row is a sequence."""
+    states = (query_1NSD, key_1NSD, value_1NSD)
+    sequences = zip(*(state.split(lengths or state.shape[2], dim=2) for state in states))
+    outputs = [
+        sdpa_attention_forward(module, *sequence, attention_mask=None, scaling=scaling, is_causal=True)[0]
+        for sequence in sequences
+    ]
+    return torch.cat(outputs, dim=1), None
+
+
+AttentionInterface.register(NAME, packed_sdpa)
