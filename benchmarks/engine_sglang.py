@@ -71,6 +71,9 @@ def prepare(options: argparse.Namespace) -> None:
     Path("prompts.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in made))
     config = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
     config["target"]["dtype"] = "bfloat16"
+    if options.gguf:
+        del config["target"]["pypi"]
+        config["target"]["gguf"] = str(options.gguf.resolve())
     config["prompts"] |= {"sources": {"demo": {"paths": str(Path("prompts.jsonl").resolve())}}, "decontaminate": []}
     config["completions"] |= {"engine": "sglang", "max_new_tokens": options.max_new_tokens}
     config["completions"]["extend"]["max_new_tokens"] = options.max_new_tokens
@@ -242,6 +245,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", metavar="stage", help=", ".join(STAGES))
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--gguf", type=Path, help="SmolLM2's file, where no package can be fetched")
     parser.add_argument("--python", default=str(ROOT / ".venv-sglang/bin/python"))
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for the server, as the last option")
     parser.add_argument("--prompts", type=int, default=5000)

@@ -56,7 +56,13 @@ SHAPES = {
         "mrope_interleaved": True,
     },
 }
-SMALL = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 BATCH = 8
 """Sequences of a batch of the plain forward."""
@@ -70,7 +76,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.device = "cpu" if options.dry else "cuda"
         self.options, self.work = options, options.work
-        config = Qwen3_5TextConfig(**SHAPES, **{"tie_word_embeddings": False, "pad_token_id": 0})
+        config = Qwen3_5TextConfig(**SHAPES, tie_word_embeddings=False, pad_token_id=0)
         if options.dry:
             config = Qwen3_5TextConfig(**{**SHAPES, **SMALL, "pad_token_id": 0})
         self.config, self.layers = config, layer_ids(5, config.num_hidden_layers, "layers")
@@ -153,7 +159,11 @@ class Bench:
         Rounding makes one; `behind others`, of the first 64 tokens too, must be no more than where nothing stands before.
         """
         some = self.sequences[:12]
-        errors: dict[str, list[float]] = {"first of a row": [0, 0], "behind others": [0, 0], "their first tokens": [0, 0]}
+        errors: dict[str, list[float]] = {
+            "first of a row": [0, 0],
+            "behind others": [0, 0],
+            "their first tokens": [0, 0],
+        }
         rows = filled([len(ids_T) for ids_T in some], self.options.batch)
         together = dict(extract(self.model, self.layers, some, self.options.batch))
         for n, ids_T in enumerate(some):

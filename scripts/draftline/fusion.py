@@ -61,7 +61,7 @@ def _compiled(module: nn.Module) -> bool:
 def _width(module: nn.Module) -> int:
     """Channels of what a norm or a gated MLP takes; 0 for any other module, and for torch's own norms, which are one kernel."""
     parameters = dict(module.named_parameters())
-    if MLP <= dict(module.named_children()).keys():
+    if dict(module.named_children()).keys() >= MLP:
         return int(module.gate_proj.in_features)  # type: ignore[union-attr, arg-type]
     of_torch = type(module).__module__.startswith("torch.")
     if parameters.keys() == {"weight"} and parameters["weight"].dim() == 1 and not of_torch:

@@ -6,7 +6,6 @@ sequences of hundreds of tokens fill a GPU each.
 Shapes: N heads, S positions of all sequences, D channels of a head.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,15 +33,14 @@ def packed_sdpa(
     value_1NSD: torch.Tensor,
     attention_mask: None,
     scaling: float | None = None,
-    lengths: Sequence[int] | None = None,
+    lengths: list[int] | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention outputs [1, S, N, D] of sequences of `lengths`; without these, every row is a sequence."""
-    states = (query_1NSD, key_1NSD, value_1NSD)
-    sequences = zip(*(state.split(lengths or state.shape[2], dim=2) for state in states))
+    parts = (torch.split(state, lengths or state.shape[2], dim=2) for state in (query_1NSD, key_1NSD, value_1NSD))
     outputs = [
-        sdpa_attention_forward(module, *sequence, attention_mask=None, scaling=scaling, is_causal=True)[0]
-        for sequence in sequences
+        sdpa_attention_forward(module, query, key, value, attention_mask=None, scaling=scaling, is_causal=True)[0]
+        for query, key, value in zip(*parts)
     ]
     return torch.cat(outputs, dim=1), None
 
