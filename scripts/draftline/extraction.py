@@ -19,9 +19,8 @@ from torch import nn
 from draftline.convolution import prefer_fla_convolution
 from draftline.cpu_linear import pack
 from draftline.fusion import fuse
-from draftline.kernels import packs
 from draftline.loading import backbone, decoder_layers
-from draftline.packed_attention import prefer_packed_attention
+from draftline.packed_attention import packs, prefer_packed_attention
 
 BATCH_TOKENS = 16384
 
@@ -33,8 +32,8 @@ class _Reached(Exception):  # noqa: N818 - not an error: the highest tapped laye
 def prepare(model: nn.Module) -> nn.Module:
     """Choose, in place, the fastest kernels for whole sequences that a frozen model's device has and that keep its numbers."""
     pack(model)
-    prefer_packed_attention(model)
     prefer_fla_convolution(model)
+    prefer_packed_attention(model)
     if next(model.parameters()).is_cuda:
         fuse(model)
     return model

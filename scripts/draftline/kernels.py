@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from draftline import fusion, packed_attention
+from draftline import fusion
 from draftline.loading import decoder_layers
 
 PACKAGES = {
@@ -96,11 +96,9 @@ def torch_kernels(model: nn.Module) -> Iterator[None]:
             place.names[place.name] = place.function
 
 
-def packs(model: nn.Module) -> bool:
-    """Whether every layer's kernel takes sequences of any lengths one after the other and keeps them apart."""
-    attention = model.config._attn_implementation  # type: ignore[union-attr]
-    others = [place.package for place in places(model) if place.name not in STEPS]
-    return attention == packed_attention.NAME and "torch" not in others
+def keep_apart(model: nn.Module) -> bool:
+    """Whether the replaceable functions take sequences of any lengths one after the other and keep them apart."""
+    return all(place.package != "torch" for place in places(model) if place.name not in STEPS)
 
 
 def versions() -> dict[str, str]:

@@ -13,17 +13,25 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from draftline.kernels import keep_apart
+
 NAME = "packed_sdpa"
 KINDS = {"full_attention", "linear_attention"}
 
 
 def prefer_packed_attention(model: nn.Module) -> None:
-    """Let a model take packed sequences, where its attention is SDPA over everything before a token."""
+    """Let a model take packed sequences, where its attention is SDPA over everything before a token, and all else keeps them apart."""
     config: Any = model.config
     kinds = getattr(config, "layer_types", None)
     plain = KINDS.issuperset(kinds) if kinds else getattr(config, "sliding_window", None) is None
-    if plain and config._attn_implementation == "sdpa":
+    if plain and config._attn_implementation == "sdpa" and keep_apart(model):
         config._attn_implementation = NAME
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether a model takes packed sequences with the kernels that it has now."""
+    config: Any = model.config
+    return bool(config._attn_implementation == NAME) and keep_apart(model)
 
 
 def packed_sdpa(

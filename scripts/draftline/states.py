@@ -216,9 +216,10 @@ class StatesWriter:
         self._flusher.shutdown()
 
     def finish(self) -> None:
-        """Write everything but the features, the header last. Raises what stopped the writing thread."""
+        """Write everything but the features, the header last. Raises what stopped the writing thread, or the disk."""
         if self._error is not None:
             raise self._error
+        self._flush.result()
         if self._written != len(self._samples):
             raise ValueError(f"{self._path}: {self._written} of {len(self._samples)} samples were put")
         empty = [torch.empty(0)]

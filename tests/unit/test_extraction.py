@@ -13,9 +13,9 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
 from draftline import fusion, packed_attention
 from draftline.extraction import batches, extract, filled, prepare
-from draftline.kernels import STEPS, kernels, packs, places, torch_kernels, versions
+from draftline.kernels import STEPS, kernels, places, torch_kernels, versions
 from draftline.loading import decoder_layers
-from draftline.packed_attention import prefer_packed_attention
+from draftline.packed_attention import packs, prefer_packed_attention
 
 TAPPED = [0, 2]
 
@@ -126,9 +126,9 @@ def test_features_of_packed_sequences_are_those_of_each_alone(name, batch_tokens
     """On the CPU torch's rule and convolution by ends stand for the packages'."""
     model = build(name)
     expected = [plain_states(model, ids_T) for ids_T in sequences()]
-    prefer_packed_attention(model)
     with torch_kernels(model):
         chosen_by_ends(model)
+        prefer_packed_attention(model)
         assert packs(model)
         found = dict(extract(model, TAPPED, sequences(), batch_tokens))
     for n, reference_TF in enumerate(expected):
@@ -147,9 +147,13 @@ def test_sequences_are_packed_only_where_every_kernel_keeps_them_apart():
     assert packs(llama)
     assert not packs(sliding)
     with torch_kernels(hybrid):
-        assert not packs(hybrid)
+        prefer_packed_attention(hybrid)
+        assert hybrid.config._attn_implementation == "sdpa"
         chosen_by_ends(hybrid)
+        prefer_packed_attention(hybrid)
         assert packs(hybrid)
+        with torch_kernels(hybrid):
+            assert not packs(hybrid)
 
 
 def test_a_window_that_is_not_in_the_layer_types_is_seen():

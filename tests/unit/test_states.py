@@ -273,6 +273,20 @@ def test_a_disk_that_fills_up_surfaces_as_full_disk_and_leaves_no_file(small_dis
     assert os.listdir(small_disk) == ["other"]
 
 
+def test_a_disk_that_cannot_keep_what_it_took_surfaces_and_leaves_no_file(tmp_path, monkeypatch):
+    """Written pages come to the disk later; its error then has no path of its own. No disk here breaks at command."""
+
+    def broken(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", broken)
+    samples, path = samples_of((200,) * 20), tmp_path / "0000.safetensors"
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        write(path, samples, features_of(samples))
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+    assert os.listdir(tmp_path) == []
+
+
 def test_too_small_a_disk_is_refused_before_anything_is_computed(small_disk):
     samples, path = samples_of((200,) * 80), small_disk / "0000.safetensors"
     with (
