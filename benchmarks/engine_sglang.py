@@ -4,7 +4,8 @@
 
 Stages, all of them if none is named:
   prepare  a config and PROMPTS prompts of the demo set's kind in DIR, target and prompts made there (no GPU, no SGLang)
-  speed    one server; in turn `bench_serving` and the engine, same prompts, limit and concurrency, empty cache: output tokens/s
+  speed    one server; in turn `bench_serving` (once with answers in pieces, as is its default) and the engine, twice; same prompts, limit
+           and concurrency, empty cache: output tokens/s
   target   results/completions/0000.parquet by Snakemake: output tokens/s of the job, by its own log
   kill     the same anew: SIGKILL of the job when half of the rows are finished, then a second call. Counts rows that were
            generated twice and rows that are missing
@@ -119,7 +120,7 @@ def speed(options: argparse.Namespace) -> None:
     with SGLangEngine(Manifest.load("results/target/manifest.json"), run) as engine:
         tell("speed", ready_s=round(time.monotonic() - started, 1))
         for turn in (1, 2):
-            for streams in (True, False):
+            for streams in (True, False)[turn - 1 :]:
                 tell("speed", turn=turn, side="bench_serving", streams=streams, **bench(engine, options, streams))
             flush(engine)
             tell("speed", turn=turn, side="draftline", **ask(engine, requests))

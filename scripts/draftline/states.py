@@ -51,7 +51,7 @@ FIGURES = "figures"
 """Name under which a sample's statistics travel beside its tensors."""
 
 READ_BACK = 8
-"""Samples of a part that are read again from the finished file and compared with what was computed."""
+"""Samples of a part that are read again from the disk and compared with what was computed."""
 
 STATES_FACTS = ("layers", "convention", "storage", "dtype", "kernels", "versions")
 """Facts of hidden states that a drafter takes along and an evaluation states, of its own states and of training's."""
@@ -231,6 +231,7 @@ class StatesWriter:
         if len(header) != self._reserved:
             raise ValueError(f"{self._path}: header of {len(header)} bytes in a space of {self._reserved}")
         self._pwrite(len(header).to_bytes(8, "little") + header, 0)
+        self._sync()
 
     def compare(self, written: StatesReader) -> None:
         """Raise DraftlineError if samples of the finished file are not what was computed."""
@@ -264,14 +265,16 @@ class StatesWriter:
         self._keep_flushing()
 
     def _keep_flushing(self) -> None:
-        """Have the disk take what is written while more is computed: all of it at the end takes as long as a third of the forward."""
+        """Have the disk take what is written while more is computed: all of it at the end would take half as long again."""
         if self._flush.done():
             self._flush.result()
             self._flush = self._flusher.submit(self._sync)
 
     def _sync(self) -> None:
+        """Bring to the disk what is written, and out of memory: a part is larger than what should be there instead."""
         try:
             os.fdatasync(self._descriptor)
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
