@@ -57,7 +57,7 @@ LOOK_SECONDS = 0.2
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Hosts that are never reached through a proxy."""
 
-Yield = Callable[[tuple[Request, Result]], None]
+Found = list[tuple[Request, Result]]
 
 
 @dataclass(frozen=True)
@@ -467,13 +467,13 @@ class HttpEngine:
         self.longest = max(map(cost_of, requests), default=0)
         for server in self.servers:
             server.check_length(self.longest)
-        results: queue.SimpleQueue[tuple[Request, Result] | None] = queue.SimpleQueue()
+        results: queue.SimpleQueue[Found | None] = queue.SimpleQueue()
         flight = Flight(self, sampling, results.put)
         running = asyncio.run_coroutine_threadsafe(flight.run(requests), self._loop)
         running.add_done_callback(lambda _: results.put(None))
         try:
             while (found := results.get()) is not None:
-                yield found
+                yield from found
             running.result()
         finally:
             running.cancel()
@@ -483,9 +483,10 @@ class HttpEngine:
 class Flight:
     """The requests of one call of `generate`."""
 
-    def __init__(self, engine: HttpEngine, sampling: Sampling, give: Yield) -> None:
+    def __init__(self, engine: HttpEngine, sampling: Sampling, give: Callable[[Found], None]) -> None:
         self.engine, self.servers, self.checks, self.limits = engine, engine.servers, engine.checks, engine.limits
         self.sampling, self.give = sampling, give
+        self.found: Found = []
         self.waiting: deque[Request] = deque()
         self.tries: Counter[str] = Counter()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -505,9 +506,17 @@ class Flight:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._nap()):
                     await self.changed.wait()
+            self._hand_over()
             if self.failure is not None:
                 raise self.failure
             self._look_around()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give what came since the last time, all at once: the two threads take turns, and each turn costs time."""
+        if self.found:
+            self.give(self.found)
+            self.found = []
 
     async def land(self) -> None:
         """End what is still in flight."""
@@ -527,13 +536,13 @@ class Flight:
             free = [server for server in self.servers if server.has_room(cost)]
             if not free:
                 return
-            self._send(min(free, key=lambda server: self._through_after(server, cost)), self.waiting.popleft())
+            server = self._first_through(free, cost) if len(free) > 1 else free[0]
+            self._send(server, self.waiting.popleft())
 
-    def _through_after(self, server: Server, cost: int) -> tuple[float, int]:
-        """When a server would be through with one more request; one not yet measured counts as the fastest."""
-        rates = {known: known.rate() for known in self.servers}
-        rate = rates[server] or max(rates.values()) or 1.0
-        return (server.tokens + cost) / rate, len(server.flying)
+    def _first_through(self, free: list[Server], cost: int) -> Server:
+        """The one that would be through with one more request first; one not yet measured counts as the fastest."""
+        fastest = max(server.rate() for server in self.servers) or 1.0
+        return min(free, key=lambda server: ((server.tokens + cost) / (server.rate() or fastest), len(server.flying)))
 
     def _send(self, server: Server, request: Request) -> None:
         task = asyncio.get_running_loop().create_task(self._ask(server, request))
@@ -570,12 +579,12 @@ class Flight:
         server.answered(len(answer.ids))
         try:
             result = self.checks.result(request, answer, endpoint.url)
-            self.give((request, replace(result, seconds=time.monotonic() - began)))
+            self.found.append((request, replace(result, seconds=time.monotonic() - began)))
         except RefusedError as refused:
             if refused.kind == ABORTED:
                 self._again(request, f"{endpoint.url}: {refused}")
             else:
-                self.give((request, Result([], "error", f"{endpoint.url}: {refused}")))
+                self.found.append((request, Result([], "error", f"{endpoint.url}: {refused}")))
 
     def _again(self, request: Request, reason: str) -> None:
         """A try of a request came to nothing."""
@@ -584,7 +593,7 @@ class Flight:
         if self.tries[request.id] < TRIES:
             self.waiting.appendleft(request)
         else:
-            self.give((request, Result([], "error", reason)))
+            self.found.append((request, Result([], "error", reason)))
 
     # Who is up -------------------------------------------------------------------------------------------------------
 
@@ -607,7 +616,7 @@ class Flight:
             self.last_up = now
         elif now - self.last_up > self.limits.down_seconds:
             while self.waiting:
-                self.give((self.waiting.popleft(), Result([], "error", self.reason)))
+                self.found.append((self.waiting.popleft(), Result([], "error", self.reason)))
 
     @staticmethod
     def _is_due(server: Server, now: float) -> bool:
