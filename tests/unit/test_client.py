@@ -308,6 +308,7 @@ def judged(answer, sampled=()):
         (Answer([10, 11, STOP], "stop", STOP), ([10, 11, STOP], "stop")),
         (Answer([10, 11, STOP, 12, 13, 14], "stop", STOP), ([10, 11, STOP], "stop", AFTER_STOP)),
         (Answer([10, STOP, 11, 12], "length"), ([10, STOP], "stop", AFTER_STOP)),
+        (Answer([10, 3, STOP, 3], "stop", STOP), ([10, 3], "stop", AFTER_STOP)),
         (Answer([10, 11, 12, 13], "length"), ([10, 11, 12, 13], "length")),
         (Answer([10, 11, 12, 13, 14], "length"), ([10, 11, 12, 13], "length", TOO_MANY)),
         (Answer([10, 11, 12, 13, STOP], "stop", STOP), ([10, 11, 12, 13], "length", TOO_MANY)),
@@ -371,8 +372,9 @@ def test_all_sampling_parameters_are_sent_and_sampled_ids_go_behind_the_prompt()
     assert [greedy[name] for name in ("temperature", "top_p", "top_k", "min_p")] == [0.0, 1.0, -1, 0.0]
 
 
-def test_a_reply_of_another_protocol_is_an_error_with_its_path(said):
-    with World(lambda body: {"text": "hello"}) as world:
+@pytest.mark.parametrize("answer", [lambda body: {"text": "hello"}, lambda body: native(body, [10, 11, True, 12])])
+def test_a_reply_of_another_protocol_is_an_error_with_its_path(said, answer):
+    with World(answer) as world:
         (reason,) = reasons(run(engine(world, down_seconds=0.5), requests(1)))
     assert f"{world.url}/generate: not a reply of this protocol" in reason
 
