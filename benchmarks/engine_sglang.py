@@ -21,11 +21,11 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
 import psutil
 import yaml
@@ -170,9 +170,9 @@ def ask(engine: SGLangEngine, requests: list[Request]) -> dict[str, Any]:
 def flush(engine: SGLangEngine) -> None:
     """Empty the server's cache of prompts, which would make the second side's faster."""
     headers = {"Authorization": f"Bearer {engine.server.key}"}
-    httpx.get(
-        f"{engine.server.url}/flush_cache", headers=headers, params={"timeout": 60}, timeout=90
-    ).raise_for_status()
+    order = urllib.request.Request(f"{engine.server.url}/flush_cache?timeout=60", headers=headers)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    direct.open(order, timeout=90).close()
 
 
 def target(options: argparse.Namespace) -> None:

@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 from safetensors.torch import load_file, save_file
+
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def text_only(model: Path, folder: Path) -> None:
@@ -68,6 +70,7 @@ def serving(model: Path, log: Path) -> Iterator[str]:
 
 def _up(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-    except httpx.TransportError:
+        with DIRECT.open(f"{url}/health", timeout=10) as reply:
+            return reply.status == 200
+    except OSError:
         return False

@@ -193,7 +193,6 @@ def _prepare(job: Job) -> None:
 def _open_log(path: str | None) -> Any:
     """Send standard output and error to `path`; the terminal as it was comes back, for progress and errors."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     if path is None:
         return None
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -20,7 +20,7 @@ import pyarrow
 from draftline import provenance
 from draftline.chat import Chat
 from draftline.engines import Request, Sampling, engine_version, open_engine
-from draftline.engines.answers import BAD_SHARE, FEW
+from draftline.engines.answers import BAD_SHARE, FEW, stop_end
 from draftline.engines.dataset import recorded_answer
 from draftline.errors import DraftlineError
 from draftline.manifest import Manifest
@@ -302,7 +302,7 @@ def _request(prompt: Prompt, begun: Row | None) -> Request:
 
 def _row(request: Request, ids: Sequence[int], limit: int, stop_ids: Sequence[int], attempt: int) -> Row:
     """A finished row: what was sampled earlier and now, up to the first stop token and the limit."""
-    end = next((n + 1 for n, token in enumerate(ids) if token in stop_ids), None)
+    end = stop_end(ids, stop_ids)
     row = Row([*request.sampled_ids, *ids[:end]], "length" if end is None else "stop", attempt)
     return row.within(limit)
 

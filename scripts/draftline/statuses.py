@@ -11,7 +11,9 @@ def is_loop(ids: Sequence[int], period: int, repeats: int, tokens: int) -> bool:
 
     The stop token must not be in `ids`.
     """
-    for length in range(1, period + 1):
+    for length, token in enumerate(reversed(ids[-1 - period : -1]), 1):
+        if token != ids[-1]:  # So it is for nearly all lengths of nearly all texts.
+            continue
         tail = max(tokens, repeats * length)
         if tail <= len(ids) and ids[-tail:-length] == ids[len(ids) - tail + length :]:
             return True

@@ -1,6 +1,8 @@
 """Small HTTP servers in the test's own process, that answer as a test says and note what they were asked."""
 
+import contextlib
 import json
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -105,3 +107,55 @@ class World:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class Wire:
+    """A server below HTTP, on a free port: `talk` has each connection for itself, in a thread, until it returns."""
+
+    def __init__(self, talk: Callable[[socket.socket], None]) -> None:
+        self._talk = talk
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            self._talk(connection)
+
+
+def hear(connection: socket.socket) -> dict[str, Any]:
+    """The body of the next POST on a connection; OSError when it ends instead."""
+    heard = b""
+    while b"\r\n\r\n" not in heard:
+        heard += _some(connection)
+    head, _, body = heard.partition(b"\r\n\r\n")
+    length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+    while len(body) < length:
+        body += _some(connection)
+    return json.loads(body)
+
+
+def _some(connection: socket.socket) -> bytes:
+    piece = connection.recv(65536)
+    if not piece:
+        raise ConnectionResetError
+    return piece
+
+
+def reply(content: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    """An HTTP reply as it goes over the wire."""
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(content)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + content

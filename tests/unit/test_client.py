@@ -1,12 +1,15 @@
 """The client of engines over HTTP, against real servers on loopback that fail in every way they can."""
 
+import json
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections import Counter
 
 import pytest
-from http_world import STOP, VOCABULARY, DropError, StatusError, World, native
+from http_world import STOP, VOCABULARY, DropError, StatusError, Wire, World, hear, native, reply
 
 from draftline.engines import Request, Sampling, client
 from draftline.engines.answers import (
@@ -305,6 +308,7 @@ def judged(answer, sampled=()):
         (Answer([10, 11, STOP], "stop", STOP), ([10, 11, STOP], "stop")),
         (Answer([10, 11, STOP, 12, 13, 14], "stop", STOP), ([10, 11, STOP], "stop", AFTER_STOP)),
         (Answer([10, STOP, 11, 12], "length"), ([10, STOP], "stop", AFTER_STOP)),
+        (Answer([10, 3, STOP, 3], "stop", STOP), ([10, 3], "stop", AFTER_STOP)),
         (Answer([10, 11, 12, 13], "length"), ([10, 11, 12, 13], "length")),
         (Answer([10, 11, 12, 13, 14], "length"), ([10, 11, 12, 13], "length", TOO_MANY)),
         (Answer([10, 11, 12, 13, STOP], "stop", STOP), ([10, 11, 12, 13], "length", TOO_MANY)),
@@ -368,8 +372,9 @@ def test_all_sampling_parameters_are_sent_and_sampled_ids_go_behind_the_prompt()
     assert [greedy[name] for name in ("temperature", "top_p", "top_k", "min_p")] == [0.0, 1.0, -1, 0.0]
 
 
-def test_a_reply_of_another_protocol_is_an_error_with_its_path(said):
-    with World(lambda body: {"text": "hello"}) as world:
+@pytest.mark.parametrize("answer", [lambda body: {"text": "hello"}, lambda body: native(body, [10, 11, True, 12])])
+def test_a_reply_of_another_protocol_is_an_error_with_its_path(said, answer):
+    with World(answer) as world:
         (reason,) = reasons(run(engine(world, down_seconds=0.5), requests(1)))
     assert f"{world.url}/generate: not a reply of this protocol" in reason
 
@@ -414,3 +419,169 @@ def test_more_tokens_than_the_server_takes_are_refused_before_anything_is_sent()
         with pytest.raises(DraftlineError, match="serves 15 tokens at most, but prompt and answer may have 16"):
             run(http, requests(1))
     assert not world.bodies
+
+
+# What goes over the wire ------------------------------------------------------------------------------------------------
+
+
+def test_a_kept_connection_that_the_server_ends_unread_costs_no_try(said, monkeypatch):
+    monkeypatch.setattr(client, "TRIES", 1)
+    connections, together = [], threading.Barrier(2, timeout=60)
+
+    def talk(connection):
+        connections.append(connection)
+        if len(connections) <= 2:
+            together.wait()
+        connection.sendall(reply(json.dumps(native(hear(connection))).encode()))
+        connection.recv(1, socket.MSG_PEEK)  # The next request is there, and stays unread.
+
+    with Wire(talk) as wire, engine(wire) as http:
+        found = list(http.generate(requests(2), Sampling()))
+        found += http.generate(requests(1), Sampling())  # It may take one or the other of two that are kept.
+    assert not reasons(found)
+    assert len(found) == len(connections) == 3
+    assert not said
+
+
+def test_a_request_whose_connection_ends_each_time_is_sent_twice_a_try(said):
+    def answer(body):
+        if body["sampling_params"]["sampling_seed"] == 0:
+            raise DropError
+        return native(body)
+
+    with World(answer) as world:
+        found = run(engine(world, requests=1), requests(4))
+    assert [result.finish_reason for _, result in found].count("error") == 1
+    assert "Server disconnected" in reasons(found).pop()
+    sent = Counter(body["sampling_params"]["sampling_seed"] for body in world.bodies)
+    assert sent == {0: 2 * client.TRIES, 1: 1, 2: 1, 3: 1}
+
+
+def test_a_request_given_up_ends_its_connection_so_that_the_server_can_abort_it():
+    ended = threading.Semaphore(0)
+
+    def talk(connection):
+        if hear(connection)["sampling_params"]["sampling_seed"]:
+            connection.recv(1)
+            ended.release()
+        else:
+            connection.sendall(reply(json.dumps(native({"sampling_params": {"max_new_tokens": 4}})).encode()))
+            connection.recv(1)
+
+    with Wire(talk) as wire, engine(wire, requests=3) as http:
+        results = http.generate(requests(3), Sampling())
+        assert next(results)[0].id == "000"
+        results.close()
+        for _ in range(2):
+            assert ended.acquire(timeout=60)
+
+
+def test_prompts_and_answers_of_many_megabytes_go_through():
+    asked = requests(2, new=300_000, prompt=list(range(100, 900)) * 500)
+    with World(lambda body: native(body, [11] * 300_000)) as world:
+        found = run(engine(world), asked)
+    assert {len(result.ids) for _, result in found} == {300_000}
+    assert {len(body["input_ids"]) for body in world.bodies} == {400_000}
+
+
+def test_a_server_that_does_not_take_a_request_has_failed(said, monkeypatch):
+    monkeypatch.setattr(client, "WRITE_SECONDS", 0.3)
+    over = threading.Event()
+    with Wire(lambda connection: over.wait(60)) as wire:
+        found = run(engine(wire, down_seconds=0.5), requests(1, prompt=[123456] * 2_000_000))
+        over.set()
+    assert reasons(found) == {f"{wire.url}: TimeoutError"}
+
+
+def test_a_server_that_takes_no_connection_is_left_out(said, monkeypatch):
+    monkeypatch.setattr(client, "CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, World() as world:
+        place = listener.getsockname()
+        for filler in (fillers := [socket.socket() for _ in range(4)]):
+            filler.setblocking(False)
+            filler.connect_ex(place)
+        full = f"http://127.0.0.1:{place[1]}"
+        found = run(engine(full, world, requests=2), requests(8))
+        for filler in fillers:
+            filler.close()
+    assert not reasons(found)
+    assert any(f"{full} is left out" in line and "timeout" in line.lower() for line in said)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("400 Bad Request", "<h1>No such model</h1> \ufffd ***"),
+        ("200 OK", "a reply that is no JSON ('<h1>No such model"),
+    ],
+)
+def test_what_is_no_json_is_told_as_it_is(said, status, words):
+    def talk(connection):
+        while hear(connection):
+            connection.sendall(reply(b"<h1>No such\r\nmodel</h1>\t\xff s3cret", status, "Content-Type: text/html"))
+
+    with Wire(talk) as wire:
+        try:
+            (told,) = reasons(run(engine(wire, key="s3cret", down_seconds=0.5), requests(1)))
+        except DraftlineError as error:
+            told = str(error)
+    assert words in told
+    assert "s3cret" not in told
+
+
+def test_a_redirect_is_not_followed():
+    with World() as other:
+
+        def talk(connection):
+            hear(connection)
+            connection.sendall(reply(b"over there", "307 Temporary Redirect", f"Location: {other.url}/generate"))
+
+        with Wire(talk) as wire, pytest.raises(DraftlineError, match="307 over there"):
+            run(engine(wire, key="s3cret"), requests(1))
+    assert not other.bodies
+
+
+def test_the_environments_proxy_is_for_other_hosts_only(monkeypatch):
+    for name in ("http_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    with World() as proxy, World() as here:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        monkeypatch.setenv("no_proxy", "near.invalid")
+        assert not reasons(run(engine("http://far.invalid:81", key="k"), requests(2)))
+        assert not reasons(run(engine(here), requests(2)))
+        assert "near.invalid" in reasons(run(engine("http://near.invalid", down_seconds=0.3), requests(1))).pop()
+    assert [body["path"] for body in proxy.bodies] == ["http://far.invalid:81/generate"] * 2
+    assert proxy.keys == {"Bearer k"}
+    monkeypatch.delenv("http_proxy")
+    monkeypatch.setenv("ALL_PROXY", "socks5://user:word@127.0.0.1:9")
+    with pytest.raises(DraftlineError, match=r"names a proxy of kind socks5 for it.*no_proxy to far.invalid"):
+        run(engine("http://far.invalid"), requests(1))
+
+
+def test_certificates_are_those_that_the_environment_names(tmp_path, monkeypatch, said):
+    own = tmp_path / "own.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", own, "-out", tmp_path / "cert.pem"]
+    try:
+        subprocess.run(
+            [*make, "-subj", "/CN=x", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True
+        )
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed: there is no certificate to test with")
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(tmp_path / "cert.pem", own)
+
+    def talk(connection):
+        with server.wrap_socket(connection, server_side=True) as safe:
+            while True:
+                safe.sendall(reply(json.dumps(native(hear(safe))).encode()))
+
+    try:
+        with Wire(talk) as wire:
+            url = wire.url.replace("http", "https")
+            assert "CERTIFICATE_VERIFY_FAILED" in reasons(run(engine(url, down_seconds=0.3), requests(1))).pop()
+            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+            client._certificates.cache_clear()
+            assert not reasons(run(engine(url), requests(4)))
+    finally:
+        client._certificates.cache_clear()

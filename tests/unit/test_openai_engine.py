@@ -96,9 +96,13 @@ def test_an_sglang_without_ids_in_its_openai_api_is_asked_by_its_own(engine, mon
         (lambda body: vllm(body, token_ids=[*body["prompt"], 5]), [], {}, "the prompt's ids in front"),
         (vllm, [CARD, {"id": "another"}], {}, "serves the-target, another; name one"),
         (vllm, [CARD], {"api_key_env": "NOT_THERE"}, "api_key_env: NOT_THERE: not in the environment"),
+        (vllm, [CARD], {"api_key_env": "BROKEN_KEY"}, "api_key_env: BROKEN_KEY: holds a line break"),
     ],
 )
-def test_an_endpoint_that_cannot_be_the_target_is_refused_before_the_bulk(engine, answer, cards, entry, words):
+def test_an_endpoint_that_cannot_be_the_target_is_refused_before_the_bulk(
+    engine, answer, cards, entry, words, monkeypatch
+):
+    monkeypatch.setenv("BROKEN_KEY", "s3cret\r")
     with World(answer, pages(*cards)) as world, pytest.raises(DraftlineError, match=words), engine(world, **entry):
         pass
     assert len(world.bodies) <= 2

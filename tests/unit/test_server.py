@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -25,6 +26,7 @@ from gpu_world import GIB, Machine, build_library, gpu
 
 TESTS = Path(__file__).resolve().parent.parent
 FAKE = TESTS / "fake_server.py"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 QUESTION = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
 JOB = """
 import sys
@@ -55,9 +57,13 @@ def asks(made: Server) -> str | None:
     """Why the server does not answer a question; None if it does."""
     try:
         headers = {"Authorization": f"Bearer {made.key}"}
-        reply = httpx.post(f"{made.url}/generate", json=QUESTION, headers=headers, timeout=60)
-        return None if reply.status_code == 200 and len(reply.json()["output_ids"]) == 2 else reply.text
-    except httpx.HTTPError as error:
+        question = urllib.request.Request(f"{made.url}/generate", json.dumps(QUESTION).encode(), headers)
+        with DIRECT.open(question, timeout=60) as reply:
+            content = reply.read().decode()
+        return None if len(json.loads(content)["output_ids"]) == 2 else content
+    except urllib.error.HTTPError as refusal:
+        return refusal.read().decode()
+    except OSError as error:
         return str(error)
 
 

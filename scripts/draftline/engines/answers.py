@@ -1,7 +1,7 @@
 """What servers answer is checked, not trusted: each answer becomes a result, or is refused with the reason's kind."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from draftline.engines import Request, Result
 from draftline.engines.protocols import Answer
@@ -26,6 +26,12 @@ CUT_SHORT = "cut by length before the limit"
 NOTHING = "no ids"
 ABORTED = "finish reason abort"
 UNKNOWN = "unknown finish reason"
+
+
+def stop_end(ids: Sequence[int], stop_ids: Collection[int]) -> int | None:
+    """How many of `ids` there are up to the first stop id, that one included; None without one."""
+    # Not a loop over the ids, which would take longer than all else that is done to an answer.
+    return min((ids.index(stop) + 1 for stop in stop_ids if stop in ids), default=None)
 
 
 class RefusedError(Exception):
@@ -76,9 +82,9 @@ class Checks:
             raise RefusedError(
                 OTHER_PROMPT, f"{len(answer.prompt_ids)} ids, not {len(prompt) + len(request.sampled_ids)}"
             )
-        if any(not 0 <= token < self.vocabulary for token in ids):
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise RefusedError(OUTSIDE, f"{max(ids)}, but the vocabulary ends at {self.vocabulary - 1}")
-        end = next((n + 1 for n, token in enumerate(ids) if token in self.stop_ids), None)
+        end = stop_end(ids, self.stop_ids)
         if end is not None and end <= limit:
             self._mend(AFTER_STOP, end < len(ids))
             return Result(ids[:end], "stop", retokenized=answer.retokenized)

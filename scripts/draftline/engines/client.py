@@ -12,18 +12,22 @@ of reach, answers 5xx again and again, or stands still is left out and tried aga
 import asyncio
 import contextlib
 import functools
+import os
 import queue
 import ssl
 import threading
 import time
+import urllib.request
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
+import certifi
 import orjson
+from aiohttp.abc import AbstractStreamWriter
 
 from draftline.engines import Request, Result, Sampling
 from draftline.engines.answers import ABORTED, Checks, RefusedError
@@ -45,12 +49,15 @@ LEAST_RATE = 8.0
 """Tokens a second below which a single answer is taken for lost: a 32k-token answer at 30 tokens/s takes 18 minutes."""
 RECENT_SECONDS = 60.0
 """Seconds of work after which older ones count less in an endpoint's tokens a second."""
+CONNECT_SECONDS = 10.0
+WRITE_SECONDS = 60.0
+"""Time to connect to a server, and for it to take a request; an answer has no limit."""
 LOOK_SECONDS = 0.2
 """Time between two looks at who is up."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Hosts that are never reached through a proxy."""
 
-Yield = Callable[[tuple[Request, Result]], None]
+Found = list[tuple[Request, Result]]
 
 
 @dataclass(frozen=True)
@@ -106,73 +113,135 @@ class ServerRefusedError(DraftlineError):
         self.status = status
 
 
+class Client:
+    """HTTP client of one server, made and used in one event loop. `seconds` for each reply; None is for as long as it takes.
+
+    Connections stay open between requests, so there are as many as requests were ever in flight at once.
+    """
+
+    def __init__(self, url: str, key: str | None, seconds: float | None = None) -> None:
+        """Raises DraftlineError when the environment names a proxy of a kind that is not known."""
+        self.url, self._key, self._seconds = url, key, seconds
+        self._kept = self._open()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._kept.close()
+
+    async def get(self, path: str, seconds: float | None = None) -> tuple[int, bytes]:
+        """Status and content of a page; in `seconds`, if that is given. Raises FailedError when there is no reply."""
+        reply, content = await self._reply("GET", path, None, seconds or self._seconds)
+        return reply.status, content
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON reply to a posted body.
+
+        Raises BusyError, FailedError, ServerRefusedError.
+        """
+        reply, content = await self._reply("POST", path, orjson.dumps(body), self._seconds)
+        if reply.status == 200:
+            try:
+                return orjson.loads(content)
+            except ValueError:
+                seen = self._words(content)[:40]
+                raise FailedError(f"{self.url}{path}: a reply that is no JSON ({seen!r})", status=200) from None
+        if reply.status == 429:
+            raise BusyError(_seconds(reply.headers.get("Retry-After")))
+        words = f"{self.url}{path}: {reply.status} {self._words(content)}"
+        if reply.status >= 500 or reply.status == 408:
+            raise FailedError(words, gone=reply.status in (502, 503, 504), status=reply.status)
+        raise ServerRefusedError(words, reply.status)
+
+    def _open(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            # An idle connection goes before the server ends it (uvicorn: after 5 s), so that hardly one is used while it does.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, ssl=_certificates()),
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            proxy=_proxy(self.url),
+        )
+
+    async def _reply(
+        self, method: str, path: str, body: bytes | None, seconds: float | None
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        try:
+            try:
+                return await self._exchange(self._kept, method, path, body, seconds)
+            except aiohttp.ClientConnectorError:
+                raise
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                # The server may have ended a kept connection at the moment in which it was taken, and then it read nothing of the
+                # request. Over a new connection that cannot be.
+                async with self._open() as new:
+                    return await self._exchange(new, method, path, body, seconds)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise FailedError(f"{self.url}: {error}", gone=True) from None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise FailedError(f"{self.url}: {type(error).__name__} {error}".rstrip()) from None
+
+    async def _exchange(
+        self, session: aiohttp.ClientSession, method: str, path: str, body: bytes | None, seconds: float | None
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        async with session.request(
+            method,
+            f"{self.url}{path}",
+            data=None if body is None else _Body(body, content_type="application/json"),
+            timeout=aiohttp.ClientTimeout(total=seconds, connect=CONNECT_SECONDS),
+            allow_redirects=False,
+        ) as reply:
+            return reply, await reply.read()
+
+    def _words(self, content: bytes) -> str:
+        """The beginning of what a server said, in one line, without the key."""
+        line = " ".join(content.decode(errors="replace").split())
+        return (line.replace(self._key, "***") if self._key else line)[:300]
+
+
+class _Body(aiohttp.BytesPayload):
+    """What is posted; a server that does not take it within `WRITE_SECONDS` has failed."""
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        async with asyncio.timeout(WRITE_SECONDS):
+            await super().write_with_length(writer, content_length)
+
+
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    return httpx.create_ssl_context()
+    """Whom to trust: those whom the variables name that OpenSSL heeds, else certifi's, for not every system has its own."""
+    named = os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR")
+    return ssl.create_default_context(cafile=None if named else certifi.where())
 
 
-def address(url: str, key: str | None) -> dict[str, Any]:
-    """What a client of httpx must know to reach a server."""
-    return {
-        "base_url": url,
-        "headers": {"Authorization": f"Bearer {key}"} if key else {},
-        "verify": _certificates(),
-        "trust_env": urlsplit(url).hostname not in LOOPBACK,
-    }
+def _proxy(url: str) -> str | None:
+    """The proxy that the environment names for a server. aiohttp would look it up for each request."""
+    parts = urlsplit(url)
+    if parts.hostname in LOOPBACK or urllib.request.proxy_bypass(parts.netloc):
+        return None
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme, proxies.get("all"))
+    if proxy is not None and not proxy.startswith(("http://", "https://")):
+        kind = proxy.partition(":")[0]
+        raise DraftlineError(
+            f"{url}: the environment names a proxy of kind {kind} for it, and only http is known;"
+            f" set {parts.scheme}_proxy to one, or no_proxy to {parts.hostname}"
+        )
+    return proxy
 
 
-def open_client(url: str, key: str | None) -> httpx.AsyncClient:
-    """A client for one server."""
-    return httpx.AsyncClient(
-        **address(url, key),
-        # An idle connection goes before the server ends it (uvicorn: after 5 s), so that none is used while it does.
-        limits=httpx.Limits(keepalive_expiry=2.0),
-        timeout=httpx.Timeout(None, connect=10.0, write=60.0),
-    )
-
-
-async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], key: str | None) -> Any:
-    """The JSON reply to a posted body.
-
-    Raises BusyError, FailedError, ServerRefusedError.
-    """
-    where = f"{client.base_url}".rstrip("/")
-    try:
-        reply = await client.post(path, content=orjson.dumps(body), headers={"Content-Type": "application/json"})
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise FailedError(f"{where}: {error or 'no connection'}", gone=True) from None
-    except httpx.TransportError as error:
-        raise FailedError(f"{where}: {type(error).__name__} {error}".rstrip()) from None
-    if reply.status_code == 429:
-        raise BusyError(_seconds(reply.headers.get("Retry-After")))
-    words = f"{where}{path}: {reply.status_code} {_words(reply.text, key)}"
-    if reply.status_code >= 500 or reply.status_code == 408:
-        raise FailedError(words, gone=reply.status_code in (502, 503, 504), status=reply.status_code)
-    if reply.status_code != 200:
-        raise ServerRefusedError(words, reply.status_code)
-    try:
-        return orjson.loads(reply.content)
-    except ValueError:
-        raise FailedError(f"{where}{path}: a reply that is no JSON ({reply.text[:40]!r})", status=200) from None
-
-
-async def ask(client: httpx.AsyncClient, endpoint: Endpoint, request: Request, sampling: Sampling) -> Answer:
-    """An endpoint's answer to a request, not yet checked. Raises as `post` does."""
-    api = endpoint.api
-    assert api is not None
-    reply = await post(client, api.path, api.body(request, sampling), endpoint.key)
+async def ask(client: Client, api: Api, request: Request, sampling: Sampling) -> Answer:
+    """A server's answer to a request, not yet checked. Raises as `Client.post` does."""
+    reply = await client.post(api.path, api.body(request, sampling))
     try:
         return api.answer(request, reply)
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise FailedError(
-            f"{endpoint.url}{api.path}: not a reply of this protocol ({type(error).__name__}: {error})", status=200
+            f"{client.url}{api.path}: not a reply of this protocol ({type(error).__name__}: {error})", status=200
         ) from None
-
-
-def _words(text: str, key: str | None) -> str:
-    """The beginning of what a server said, in one line, without the key."""
-    line = " ".join(text.split())
-    return (line.replace(key, "***") if key else line)[:300]
 
 
 def _seconds(retry_after: str | None) -> float:
@@ -187,7 +256,7 @@ class Server:
 
     def __init__(self, endpoint: Endpoint, engine: "HttpEngine") -> None:
         self.endpoint, self.engine = endpoint, engine
-        self.idle = [open_client(endpoint.url, endpoint.key)]
+        self.client = Client(endpoint.url, endpoint.key)
         self.flying: dict[asyncio.Task[None], Request] = {}
         self.tokens = 0
         self.up = endpoint.api is not None
@@ -198,24 +267,6 @@ class Server:
         self.moved = self.looked = time.monotonic()
         self._sampled = self._worked = 0.0
         self._clock = self.moved
-
-    @contextlib.contextmanager
-    def client(self) -> Iterator[httpx.AsyncClient]:
-        """A client with one connection, for one request.
-
-        httpx goes through all connections of a client for each request: with some hundred of them that takes longer than the
-        answers do.
-        """
-        client = self.idle.pop() if self.idle else open_client(self.endpoint.url, self.endpoint.key)
-        try:
-            yield client
-        finally:
-            self.idle.append(client)
-
-    async def close(self) -> None:
-        """Close all connections."""
-        for client in self.idle:
-            await client.aclose()
 
     def has_room(self, cost: int) -> bool:
         """Whether a request of `cost` tokens may go there now."""
@@ -311,12 +362,11 @@ class Server:
         assert self.endpoint.api is not None
         path = self.endpoint.api.health
         try:
-            with self.client() as client:
-                reply = await client.get(path, timeout=HEALTH_SECONDS)
-        except httpx.TransportError as error:
-            raise FailedError(f"{path}: {type(error).__name__} {error}".rstrip(), gone=True) from None
-        if reply.status_code >= 500:
-            raise FailedError(f"{path} says {reply.status_code}", gone=True)
+            status, _ = await self.client.get(path, HEALTH_SECONDS)
+        except FailedError as failed:
+            raise FailedError(f"{path}: {failed}", gone=True) from None
+        if status >= 500:
+            raise FailedError(f"{path} says {status}", gone=True)
 
     def check_length(self, longest: int) -> None:
         """Raise DraftlineError when the server takes less than `longest` tokens."""
@@ -365,9 +415,9 @@ class HttpEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http-engine", daemon=True)
         self._thread.start()
-        self.servers = [Server(endpoint, self) for endpoint in self.endpoints]
+        self.servers: list[Server] = []
         try:
-            self._wait(self._meet_all())
+            self._wait(self._open())
         except BaseException:
             self._stop()
             raise
@@ -383,6 +433,11 @@ class HttpEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _open(self) -> None:
+        for endpoint in self.endpoints:
+            self.servers.append(Server(endpoint, self))
+        await self._meet_all()
 
     async def _meet_all(self) -> None:
         """Meet the endpoints whose protocol is not known yet. Raises DraftlineError when none of all is up."""
@@ -401,7 +456,7 @@ class HttpEngine:
 
     async def _close(self) -> None:
         for server in self.servers:
-            await server.close()
+            await server.client.close()
 
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -412,13 +467,13 @@ class HttpEngine:
         self.longest = max(map(cost_of, requests), default=0)
         for server in self.servers:
             server.check_length(self.longest)
-        results: queue.SimpleQueue[tuple[Request, Result] | None] = queue.SimpleQueue()
+        results: queue.SimpleQueue[Found | None] = queue.SimpleQueue()
         flight = Flight(self, sampling, results.put)
         running = asyncio.run_coroutine_threadsafe(flight.run(requests), self._loop)
         running.add_done_callback(lambda _: results.put(None))
         try:
             while (found := results.get()) is not None:
-                yield found
+                yield from found
             running.result()
         finally:
             running.cancel()
@@ -428,9 +483,10 @@ class HttpEngine:
 class Flight:
     """The requests of one call of `generate`."""
 
-    def __init__(self, engine: HttpEngine, sampling: Sampling, give: Yield) -> None:
+    def __init__(self, engine: HttpEngine, sampling: Sampling, give: Callable[[Found], None]) -> None:
         self.engine, self.servers, self.checks, self.limits = engine, engine.servers, engine.checks, engine.limits
         self.sampling, self.give = sampling, give
+        self.found: Found = []
         self.waiting: deque[Request] = deque()
         self.tries: Counter[str] = Counter()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -450,9 +506,17 @@ class Flight:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._nap()):
                     await self.changed.wait()
+            self._hand_over()
             if self.failure is not None:
                 raise self.failure
             self._look_around()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give what came since the last time, all at once: the two threads take turns, and each turn costs time."""
+        if self.found:
+            self.give(self.found)
+            self.found = []
 
     async def land(self) -> None:
         """End what is still in flight."""
@@ -472,13 +536,13 @@ class Flight:
             free = [server for server in self.servers if server.has_room(cost)]
             if not free:
                 return
-            self._send(min(free, key=lambda server: self._through_after(server, cost)), self.waiting.popleft())
+            server = self._first_through(free, cost) if len(free) > 1 else free[0]
+            self._send(server, self.waiting.popleft())
 
-    def _through_after(self, server: Server, cost: int) -> tuple[float, int]:
-        """When a server would be through with one more request; one not yet measured counts as the fastest."""
-        rates = {known: known.rate() for known in self.servers}
-        rate = rates[server] or max(rates.values()) or 1.0
-        return (server.tokens + cost) / rate, len(server.flying)
+    def _first_through(self, free: list[Server], cost: int) -> Server:
+        """The one that would be through with one more request first; one not yet measured counts as the fastest."""
+        fastest = max(server.rate() for server in self.servers) or 1.0
+        return min(free, key=lambda server: ((server.tokens + cost) / (server.rate() or fastest), len(server.flying)))
 
     def _send(self, server: Server, request: Request) -> None:
         task = asyncio.get_running_loop().create_task(self._ask(server, request))
@@ -498,9 +562,10 @@ class Flight:
 
     async def _ask(self, server: Server, request: Request) -> None:
         endpoint, began = server.endpoint, time.monotonic()
+        api = endpoint.api
+        assert api is not None
         try:
-            with server.client() as client:
-                answer = await ask(client, endpoint, request, self.sampling)
+            answer = await ask(server.client, api, request, self.sampling)
         except BusyError as busy:
             if server.busy(busy.seconds):
                 self.waiting.appendleft(request)
@@ -514,12 +579,12 @@ class Flight:
         server.answered(len(answer.ids))
         try:
             result = self.checks.result(request, answer, endpoint.url)
-            self.give((request, replace(result, seconds=time.monotonic() - began)))
+            self.found.append((request, replace(result, seconds=time.monotonic() - began)))
         except RefusedError as refused:
             if refused.kind == ABORTED:
                 self._again(request, f"{endpoint.url}: {refused}")
             else:
-                self.give((request, Result([], "error", f"{endpoint.url}: {refused}")))
+                self.found.append((request, Result([], "error", f"{endpoint.url}: {refused}")))
 
     def _again(self, request: Request, reason: str) -> None:
         """A try of a request came to nothing."""
@@ -528,7 +593,7 @@ class Flight:
         if self.tries[request.id] < TRIES:
             self.waiting.appendleft(request)
         else:
-            self.give((request, Result([], "error", reason)))
+            self.found.append((request, Result([], "error", reason)))
 
     # Who is up -------------------------------------------------------------------------------------------------------
 
@@ -551,7 +616,7 @@ class Flight:
             self.last_up = now
         elif now - self.last_up > self.limits.down_seconds:
             while self.waiting:
-                self.give((self.waiting.popleft(), Result([], "error", self.reason)))
+                self.found.append((self.waiting.popleft(), Result([], "error", self.reason)))
 
     @staticmethod
     def _is_due(server: Server, now: float) -> bool:

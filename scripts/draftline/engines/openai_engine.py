@@ -4,6 +4,7 @@ Each is met before it gets requests: which model it serves, how long a context, 
 that gives none is refused, or, with ``engine.allow_retokenize``, used through text.
 """
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import httpx
 import orjson
 
 from draftline.chat import Chat
@@ -19,15 +19,13 @@ from draftline.engines import Request, Sampling
 from draftline.engines.answers import Checks, RefusedError
 from draftline.engines.client import (
     BusyError,
+    Client,
     Endpoint,
     FailedError,
     HttpEngine,
     Limits,
     ServerRefusedError,
-    address,
     ask,
-    open_client,
-    post,
 )
 from draftline.engines.protocols import Api, Body, OpenAIText, OpenAITokens, SGLangGenerate
 from draftline.errors import DraftlineError
@@ -41,6 +39,7 @@ SENSELESS: Body = {"top_k": -7, "min_p": 7.0, "seed": "x"}
 SGLANG_INFO = ("/server_info", "/get_server_info")
 MEETING_SECONDS = 120.0
 """Time for each question when an endpoint is met; a server may load the model upon the first."""
+VERSION_SECONDS = 10.0
 
 
 class OpenAIEngine(HttpEngine):
@@ -68,15 +67,13 @@ class OpenAIEngine(HttpEngine):
     async def _check_all(self) -> None:
         for server in self.servers:
             if server.up:
-                with server.client() as client:
-                    await self._check_parameters(client, server.endpoint)
+                await self._check_parameters(server.client, server.endpoint)
 
     # What an endpoint is ----------------------------------------------------------------------------------------------
 
     async def _meet(self, endpoint: Endpoint) -> Endpoint:
         """The endpoint with protocol and longest context. Raises FailedError when it is out of reach."""
-        async with open_client(endpoint.url, endpoint.key) as client:
-            client.timeout = httpx.Timeout(MEETING_SECONDS, connect=10.0)
+        async with Client(endpoint.url, endpoint.key, MEETING_SECONDS) as client:
             try:
                 card = await self._model_card(client, endpoint)
                 endpoint = replace(endpoint, max_length=card.get("max_model_len"))
@@ -88,22 +85,22 @@ class OpenAIEngine(HttpEngine):
         say(f"engine: {endpoint.url} serves {card['id']} ({type(endpoint.api).__name__})")
         return endpoint
 
-    async def _model_card(self, client: httpx.AsyncClient, endpoint: Endpoint) -> Mapping[str, Any]:
+    async def _model_card(self, client: Client, endpoint: Endpoint) -> Mapping[str, Any]:
         """The entry of ``/v1/models`` for the model that the config names, else for the only one."""
         wanted = self.models[endpoint.url]
         try:
-            reply = await client.get("/v1/models")
-        except httpx.TransportError as error:
-            raise FailedError(f"{endpoint.url}: {error or type(error).__name__}", gone=True) from None
-        if reply.status_code in (401, 403):
+            status, content = await client.get("/v1/models")
+        except FailedError as failed:
+            raise FailedError(str(failed), gone=True) from None
+        if status in (401, 403):
             raise DraftlineError(
-                f"{endpoint.url}: refuses the key ({reply.status_code}); name the variable that holds it:"
+                f"{endpoint.url}: refuses the key ({status}); name the variable that holds it:"
                 " engine.endpoints: [{url: ..., api_key_env: NAME}]"
             )
-        if reply.status_code >= 500:
-            raise FailedError(f"{endpoint.url}/v1/models: {reply.status_code}", gone=True)
+        if status >= 500:
+            raise FailedError(f"{endpoint.url}/v1/models: {status}", gone=True)
         try:
-            cards = {str(card["id"]): card for card in orjson.loads(reply.content)["data"]}
+            cards = {str(card["id"]): card for card in orjson.loads(content)["data"]}
         except (ValueError, KeyError, TypeError):
             cards = {}
         if wanted is None and len(cards) == 1:
@@ -117,14 +114,14 @@ class OpenAIEngine(HttpEngine):
         # A list without the model may be of what lies on its disk; the server says so itself if it does not have it.
         return dict(cards.get(wanted, {"id": wanted}))
 
-    async def _protocol(self, client: httpx.AsyncClient, endpoint: Endpoint, model: str) -> Api:
+    async def _protocol(self, client: Client, endpoint: Endpoint, model: str) -> Api:
         """The first protocol that gives the ids that a greedy request sampled; text where that is allowed."""
         reasons = []
         stop_ids = tuple(self.manifest.eos_token_ids)
         exact: tuple[Api, ...] = (OpenAITokens(model, stop_ids), SGLangGenerate(stop_ids))
         for api in exact:
             try:
-                await self._probe(client, replace(endpoint, api=api))
+                await self._probe(client, api)
                 return api
             except _NotSpokenError as error:
                 reasons.append(str(error))
@@ -136,7 +133,7 @@ class OpenAIEngine(HttpEngine):
         for extended in (True, False):
             api = OpenAIText(model, self.chat, self._turn_end(), extended)
             try:
-                await self._probe(client, replace(endpoint, api=api))
+                await self._probe(client, api)
                 return api
             except _NotSpokenError as error:
                 reasons.append(str(error))
@@ -148,23 +145,23 @@ class OpenAIEngine(HttpEngine):
         stops = self.manifest.eos_token_ids
         return ids[0] if len(ids) == 1 and ids[0] in stops else stops[0]
 
-    async def _probe(self, client: httpx.AsyncClient, endpoint: Endpoint) -> None:
+    async def _probe(self, client: Client, api: Api) -> None:
         """Ask greedily for a few tokens. Raises _NotSpokenError when the endpoint does not know the protocol."""
         request = Request("probe", self.chat.prompt_ids(PROBE), [], PROBE_TOKENS, seed=0)
         try:
-            answer = await ask(client, endpoint, request, Sampling())
+            answer = await ask(client, api, request, Sampling())
         except (ServerRefusedError, FailedError) as error:
             if error.status in (None, 401, 403, 502, 503, 504):
                 raise
             raise _NotSpokenError(str(error)) from None
         try:
-            Checks(self.manifest.eos_token_ids, self.manifest.vocab_size).result(request, answer, endpoint.url)
+            Checks(self.manifest.eos_token_ids, self.manifest.vocab_size).result(request, answer, client.url)
         except RefusedError as refused:
             raise DraftlineError(
-                f"{endpoint.url}: answers a first request with {refused}; is it the target that is served there?"
+                f"{client.url}: answers a first request with {refused}; is it the target that is served there?"
             ) from None
 
-    async def _check_parameters(self, client: httpx.AsyncClient, endpoint: Endpoint) -> None:
+    async def _check_parameters(self, client: Client, endpoint: Endpoint) -> None:
         """Refuse an endpoint that ignores what the sampling needs. A parameter that may have any value is not known there."""
         if self.sampling is None or self.sampling.greedy:
             return
@@ -178,7 +175,7 @@ class OpenAIEngine(HttpEngine):
         for name in (name for name, is_needed in needed.items() if is_needed):
             body = {**endpoint.api.body(request, self.sampling), name: SENSELESS[name]}
             try:
-                await post(client, endpoint.api.path, body, endpoint.key)
+                await client.post(endpoint.api.path, body)
             except (ServerRefusedError, FailedError, BusyError):
                 continue
             if name != "seed":
@@ -193,34 +190,32 @@ class _NotSpokenError(Exception):
     """An endpoint does not speak a protocol."""
 
 
-async def _draws_anew(client: httpx.AsyncClient) -> bool:
+async def _draws_anew(client: Client) -> bool:
     """Whether a server is an SGLang that takes seeds and does not use them."""
     for path in SGLANG_INFO:
-        with contextlib.suppress(httpx.TransportError, ValueError, AttributeError):
-            reply = await client.get(path)
-            if reply.status_code == 200:
-                return orjson.loads(reply.content).get("enable_deterministic_inference") is False
+        with contextlib.suppress(FailedError, ValueError, AttributeError):
+            status, content = await client.get(path)
+            if status == 200:
+                return orjson.loads(content).get("enable_deterministic_inference") is False
     return False
 
 
 def versions(settings: Mapping[str, Any]) -> str:
     """What the endpoints say of their software, ``vllm 0.11.0, sglang 0.5.17``; those that do not are counted as ``unknown``."""
-    found = set()
-    for entry in settings["endpoints"]:
-        key = os.environ.get(entry.get("api_key_env", ""))
-        with httpx.Client(**address(_root(entry["url"]), key), timeout=10.0) as client:
-            found.add(_version(client))
-    return ", ".join(sorted(found)) or "unknown"
+
+    async def found() -> list[str]:
+        return await asyncio.gather(*map(_version, settings["endpoints"]))
+
+    return ", ".join(sorted(set(asyncio.run(found())))) or "unknown"
 
 
-def _version(client: httpx.Client) -> str:
-    for name, path in (("vllm", "/version"), *(("sglang", path) for path in SGLANG_INFO)):
-        try:
-            reply = client.get(path)
-            if reply.status_code == 200:
-                return f"{name} {orjson.loads(reply.content)['version']}"
-        except (httpx.TransportError, ValueError, KeyError, TypeError):
-            continue
+async def _version(entry: Mapping[str, Any]) -> str:
+    async with Client(_root(entry["url"]), os.environ.get(entry.get("api_key_env", "")), VERSION_SECONDS) as client:
+        for name, path in (("vllm", "/version"), *(("sglang", path) for path in SGLANG_INFO)):
+            with contextlib.suppress(FailedError, ValueError, KeyError, TypeError):
+                status, content = await client.get(path)
+                if status == 200:
+                    return f"{name} {orjson.loads(content)['version']}"
     return "unknown"
 
 
@@ -235,9 +230,14 @@ def _key(entry: Mapping[str, Any]) -> str | None:
     name = entry.get("api_key_env")
     if name is None:
         return None
-    try:
-        return os.environ[name]
-    except KeyError:
+    key = os.environ.get(name)
+    if key is None:
         raise DraftlineError(
             f"config: engine.endpoints: api_key_env: {name}: not in the environment; export it before the run"
-        ) from None
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise DraftlineError(
+            f"config: engine.endpoints: api_key_env: {name}: holds a line break or another character that no key has;"
+            " export it without"
+        )
+    return key

@@ -4,6 +4,7 @@ The server is draftline.server's, the requests are draftline.engines.client's. O
 call of `generate`; finished rows are safe by then, and those in flight come back as errors, to be tried again.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,13 +15,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
 import psutil
 
 from draftline.engines import Request, Result, Sampling
 from draftline.engines.answers import Checks
-from draftline.engines.client import Endpoint, HttpEngine, Limits
-from draftline.engines.protocols import SGLangGenerate
+from draftline.engines.client import (
+    BusyError,
+    Client,
+    Endpoint,
+    FailedError,
+    HttpEngine,
+    Limits,
+    ServerRefusedError,
+    ask,
+)
+from draftline.engines.protocols import Answer, SGLangGenerate
 from draftline.errors import DraftlineError
 from draftline.fingerprint import SCRIPTS
 from draftline.gpus import Nvml
@@ -123,21 +132,16 @@ class SGLangEngine:
 
     def _ask(self) -> str | None:
         """Have the server sample a token for a prompt of one. Gives, in words, why it did not."""
-        question = Request("ready", self.manifest.eos_token_ids[:1], [], 1, 0)
         try:
-            reply = httpx.post(
-                f"{self.server.url}{self.api.path}",
-                json=self.api.body(question, Sampling()),
-                headers={"Authorization": f"Bearer {self.server.key}"},
-                timeout=ASK_SECONDS,
-                trust_env=False,
-            )
-            if reply.status_code != 200:
-                return f"{reply.status_code} {reply.text[:200]}"
-            finish = self.api.answer(question, reply.json()).finish
-            return None if finish in ("stop", "length") else f"finish reason {finish}"
-        except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
-            return f"{type(error).__name__} {error}"
+            finish = asyncio.run(self._first_answer()).finish
+        except (BusyError, FailedError, ServerRefusedError) as error:
+            return str(error)
+        return None if finish in ("stop", "length") else f"finish reason {finish}"
+
+    async def _first_answer(self) -> Answer:
+        question = Request("ready", self.manifest.eos_token_ids[:1], [], 1, 0)
+        async with Client(self.server.url, self.server.key, ASK_SECONDS) as client:
+            return await ask(client, self.api, question, Sampling())
 
     def _command(self, port: int, key_file: Path) -> list[str]:
         engine, manifest = self.engine, self.manifest
