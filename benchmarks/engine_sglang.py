@@ -4,8 +4,8 @@
 
 Stages, all of them if none is named:
   prepare  a config and PROMPTS prompts of the demo set's kind in DIR, target and prompts made there (no GPU, no SGLang)
-  speed    one server; in turn `bench_serving` (once with answers in pieces, as is its default) and the engine, twice; same prompts, limit
-           and concurrency, empty cache: output tokens/s
+  speed    one server; `bench_serving`, the engine, `bench_serving` with streams, which is its default, and the engine again; same prompts,
+           limit and concurrency, empty cache: output tokens/s
   target   results/completions/0000.parquet by Snakemake: output tokens/s of the job, by its own log
   kill     the same anew: SIGKILL of the job when half of the rows are finished, then a second call. Counts rows that were
            generated twice and rows that are missing
@@ -72,9 +72,9 @@ def prepare(options: argparse.Namespace) -> None:
     Path("prompts.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in made))
     config = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
     config["target"]["dtype"] = "bfloat16"
-    if options.gguf:
+    if options.target:
         del config["target"]["pypi"]
-        config["target"]["gguf"] = str(options.gguf.resolve())
+        config["target"]["path" if options.target.is_dir() else "gguf"] = str(options.target.resolve())
     config["prompts"] |= {"sources": {"demo": {"paths": str(Path("prompts.jsonl").resolve())}}, "decontaminate": []}
     config["completions"] |= {"engine": "sglang", "max_new_tokens": options.max_new_tokens}
     config["completions"]["extend"]["max_new_tokens"] = options.max_new_tokens
@@ -103,7 +103,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Both sides in turn, twice, on one server."""
+    """Both sides in turn on one server."""
     chat = Chat.load("results/target/manifest.json", "results/target/tokenizer.json")
     config = json.loads(max(Path("results/settings/run").glob("*.json"), key=os.path.getmtime).read_text())["config"]
     gpus.lease(1, 1, "benchmark", str(Path.cwd()))
@@ -119,11 +119,10 @@ def speed(options: argparse.Namespace) -> None:
     started = time.monotonic()
     with SGLangEngine(Manifest.load("results/target/manifest.json"), run) as engine:
         tell("speed", ready_s=round(time.monotonic() - started, 1))
-        for turn in (1, 2):
-            for streams in (True, False)[turn - 1 :]:
-                tell("speed", turn=turn, side="bench_serving", streams=streams, **bench(engine, options, streams))
+        for streams in (False, True):
+            tell("speed", side="bench_serving", streams=streams, **bench(engine, options, streams))
             flush(engine)
-            tell("speed", turn=turn, side="draftline", **ask(engine, requests))
+            tell("speed", side="draftline", **ask(engine, requests))
 
 
 def bench(engine: SGLangEngine, options: argparse.Namespace, streams: bool) -> dict[str, Any]:
@@ -246,7 +245,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", metavar="stage", help=", ".join(STAGES))
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--gguf", type=Path, help="SmolLM2's file, where no package can be fetched")
+    parser.add_argument("--target", type=Path, help="SmolLM2's folder or GGUF file, where no package can be fetched")
     parser.add_argument("--python", default=str(ROOT / ".venv-sglang/bin/python"))
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for the server, as the last option")
     parser.add_argument("--prompts", type=int, default=5000)

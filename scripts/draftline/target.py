@@ -145,7 +145,7 @@ def identify(
         think_open=vocabulary.get(THINK_OPEN) if THINK_CLOSE in vocabulary else None,
         think_close=vocabulary.get(THINK_CLOSE) if THINK_OPEN in vocabulary else None,
         generation={key: generation[key] for key in SAMPLING if generation.get(key) is not None},
-        dtype=str(text.dtype or config.dtype or torch.float32).removeprefix("torch."),
+        dtype=target["dtype"],
         trust_remote_code=target["trust_remote_code"],
     )
 

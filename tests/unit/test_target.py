@@ -127,13 +127,24 @@ def test_plain_checkpoints_work_as_wrappers_do(
 ) -> None:
     manifest = make(plain_folder(family, tiny_target, tmp_path / "model", tied), tmp_path)
     assert (manifest.wrapper, manifest.norm_plus_one, manifest.tie_word_embeddings) == (False, plus_one, tied)
-    assert (manifest.dtype, manifest.eos_token_ids) == ("bfloat16", [4059])
+    assert manifest.eos_token_ids == [4059]
     heads, model = Heads.load(tmp_path / "heads.safetensors"), load_model(manifest, dtype=torch.float32)
     with torch.no_grad():
         hidden = backbone(model).embed_tokens(IDS)
         assert torch.equal(heads.embed(IDS), hidden)
         expected = model.lm_head(backbone(model).norm(hidden))
     assert torch.allclose(heads.logits(heads.normed(hidden)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_target_computes_in_the_configs_dtype_whatever_the_checkpoints(
+    tiny_target: MadeTarget, tmp_path: Path, dtype: str
+) -> None:
+    stored = plain_folder("llama", tiny_target, tmp_path / "bf16", tied=False)
+    for folder in (stored, Path(tiny_target.manifest.model)):  # in bf16 and in fp32
+        manifest = make(folder, tmp_path / folder.name, dtype=dtype)
+        assert manifest.dtype == dtype
+        assert {parameter.dtype for parameter in load_model(manifest).parameters()} == {getattr(torch, dtype)}
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
@@ -146,7 +157,7 @@ def test_other_wrappers_work_too(tiny_target: MadeTarget, tmp_path: Path, prefix
     renamed = {n.replace("model.", prefix, 1).replace("lm_head.", head): tensor for n, tensor in tensors.items()}
     save_file({**renamed, "vision_tower.weight": torch.zeros(3)}, folder / "model.safetensors")
     manifest = make(folder, tmp_path)
-    assert (manifest.wrapper, manifest.model_type, manifest.dtype) == (True, "llama", "bfloat16")
+    assert (manifest.wrapper, manifest.model_type) == (True, "llama")
     with torch.no_grad():
         assert torch.equal(load_model(manifest)(IDS).logits, plain(IDS).logits)
         part, whole = load_model(manifest, last_layer=2), backbone(plain)
