@@ -100,10 +100,10 @@ def check(config: Mapping[str, Any]) -> None:
             raise DraftlineError(
                 f"config: mask_gate.waive: {waiver['source']}: no such source; known: {', '.join(sources)}"
             )
-    _check_engine(config["completions"]["engine"], config["engine"], config["run"])
+    _check_engine(config["completions"]["engine"], config["engine"], config)
     for name in config["engine_benchmarks"]:
         entry = benchmark(config, name)
-        _check_engine(entry["engine"], entry["settings"], config["run"])
+        _check_engine(entry["engine"], entry["settings"], config)
     parts = config["shards"] * config["hidden_states"]["parts_per_shard"]
     for name, drafter in config["drafters"].items():
         if config["segments"] > parts * drafter["epochs"]:
@@ -113,20 +113,22 @@ def check(config: Mapping[str, Any]) -> None:
             )
 
 
-def _check_engine(kind: str, engine: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+def _check_engine(kind: str, engine: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     if kind == "openai" and not engine["endpoints"]:
         raise DraftlineError(
             "config: engine.endpoints: empty, but the engine is openai; name the servers: [{url: ...}]"
         )
     if kind == "sglang":
-        _check_sglang(engine, run)
+        _check_sglang(engine, config["run"], config["target"]["dtype"])
 
 
-def _check_sglang(engine: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+def _check_sglang(engine: Mapping[str, Any], run: Mapping[str, Any], dtype: str) -> None:
     if run["device"] != "cuda":
         raise DraftlineError(
             f"config: run.device: {run['device']}: engine sglang works on GPUs that the job leases; set run.device: cuda"
         )
+    if dtype == "float32":  # It would say so after a minute, when it captures its graphs.
+        raise DraftlineError("config: target.dtype: float32: SGLang's GPU kernels have no float32; set bfloat16")
     needed, given = sglang_flags.gpus(engine), run["completions"].get("gpus")
     if given not in (None, needed):
         raise DraftlineError(

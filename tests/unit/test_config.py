@@ -102,12 +102,14 @@ def test_wrong_values_are_named(key, value, message):
         ("engine.flags", ["--tp=4"], r"engine.flags: --tp: not to be given here \(set engine.tensor_parallel\)"),
         ("engine.flags", ["--api-k", "x"], r"engine.flags: --api-k: not to be given here"),
         ("engine.flags", ["--log-level", "error"], r"engine.flags: --log-level: .*watchdog reads the log"),
+        ("target.dtype", "float32", r"target.dtype: float32: SGLang's GPU kernels have no float32; set bfloat16"),
     ],
 )
 def test_what_an_sglang_server_cannot_be_given_is_named(key, value, message):
     def change(config):
         config["completions"]["engine"] = "sglang"
         config["run"]["device"] = "cuda"
+        config["target"]["dtype"] = "bfloat16"
         config["engine"] = {"tensor_parallel": 2, "data_parallel": 2}
         put(key, value)(config)
 
@@ -119,6 +121,7 @@ def test_further_flags_of_sglang_are_free():
     def change(config):
         config["completions"]["engine"] = "sglang"
         config["run"]["device"] = "cuda"
+        config["target"]["dtype"] = "bfloat16"
         config["engine"] = {"flags": ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", 3, "-x"]}
 
     assert checked(change)["engine"]["tensor_parallel"] == 1

@@ -21,6 +21,7 @@ def planned(monkeypatch, tmp_path):
     def make(kind, **sections):
         config = yaml.safe_load((ROOT / "config.yaml").read_text())
         config["run"]["device"] = "cuda"
+        config["target"]["dtype"] = "bfloat16"
         config["completions"]["engine"] = kind
         config.update(copy.deepcopy(sections))
         validate(config, str(SCHEMA))
