@@ -197,6 +197,7 @@ def main(options: argparse.Namespace) -> None:
     tell(side="model", layers=bench.layers, gflop_per_token=bench.flops / 1e9, versions=versions())
     plain = bench.measure(bench.plain, options.plain_samples)
     found.append(next(rates))
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as load_model does
     prepare(bench.model)
     tell(side="prepared", kernels=kernels(bench.model, bench.config.layer_types))
     ours = bench.measure(bench.draftline, options.samples)

@@ -38,6 +38,7 @@ def load_model(
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
+    torch.backends.cuda.enable_cudnn_sdp(False)  # It makes a plan for every new length, for tens of milliseconds each.
     device, manifest = run["device"], staged(manifest, run.get("stage_to"))
     dtype = dtype or getattr(torch, manifest.dtype)
     folder = model_folder(manifest)
