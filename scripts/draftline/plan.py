@@ -456,6 +456,8 @@ class Plan:
             limit = min(limit, max(free, 1))
             resources.update({"gpu": limit})
         needs = {kind: self.resource(kind, "gpus") for kind in sorted(set(KIND_OF_WORK.values()))}
+        for name in self.config["engine_benchmarks"]:
+            needs[f"engine_benchmark {name}"] = self.resource("engine_benchmark", "gpus", entry=name)
         most = max(needs, key=lambda kind: needs[kind])
         if limit is not None and needs[most] > limit:
             _tell(

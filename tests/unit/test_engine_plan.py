@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import yaml
+from snakemake.resources import Resource, Resources
 from snakemake.utils import validate
 from test_config import ROOT, SCHEMA
 
@@ -53,6 +54,12 @@ def test_a_benchmark_has_an_engine_and_settings_of_its_own(planned):
     values = of.values("engine_benchmark", "far")["config"]["benchmark"]
     assert values["settings"] == {"endpoints": [], "allow_retokenize": False, "tokens": 7}
     assert (values["concurrency"], values["prompts"]) == ([16, 64, 256], 512)
+
+
+def test_a_benchmark_of_more_gpus_than_there_are_is_named_before_it_starts(planned, capsys):
+    of = planned("transformers", engine_benchmarks={"big": {"engine": "sglang", "tensor_parallel": 4}})
+    of.bound_gpus(Resources({"gpu": Resource("gpu", 2)}))
+    assert "a job of engine_benchmark big needs gpu=4, and jobs may hold gpu=2 together" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rule", [*MODEL_JOBS, "report"])

@@ -147,6 +147,12 @@ def test_the_target_computes_in_the_configs_dtype_whatever_the_checkpoints(
         assert {parameter.dtype for parameter in load_model(manifest).parameters()} == {getattr(torch, dtype)}
 
 
+def test_no_job_that_loads_the_target_has_attention_plan_for_every_length(tiny_target: MadeTarget) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    load_model(tiny_target.manifest, last_layer=1)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_other_wrappers_work_too(tiny_target: MadeTarget, tmp_path: Path, prefix: str) -> None:
     folder = plain_folder("llama", tiny_target, tmp_path / "model", tied=False)
