@@ -225,6 +225,18 @@ def test_an_evaluation_on_states_of_other_kernels_is_named(fresh: Drawn) -> None
     assert values["harness"]["kernel_mismatch"] in words
 
 
+def test_ids_made_from_text_are_counted(fresh: Drawn) -> None:
+    assert "made from a server's text" not in Page(fresh.text).text
+    for path, count in zip(fresh.inputs.completions, (1234,), strict=True):
+        facts = {
+            name: provenance.parquet_facts(path, name) for name in ("counts", "engine", "engine_version", "sampling")
+        }
+        table = provenance.read_parquet(path)
+        provenance.write_parquet(path, table, provenance.read(path), {**facts, "retokenized": count})
+    words = " ".join(Page(page.render(fresh.inputs, fresh.config, made.record("report", "r.html"))).text.split())
+    assert "The ids of 1,234 of these completions were made from a server's text" in words
+
+
 def test_runs_are_those_of_the_artifacts_at_hand(fresh: Drawn) -> None:
     inputs = fresh.inputs
     other = Path("results/logs/completions/9999.run.json")

@@ -41,6 +41,11 @@ def source_counts(prompts: str, completions: Iterable[str], tokens: Iterable[str
     ]
 
 
+def retokenized(completions: Iterable[str]) -> int:
+    """Completions whose ids were made from a server's text."""
+    return sum(provenance.parquet_facts(path, "retokenized") or 0 for path in completions)
+
+
 def _added(paths: Iterable[str]) -> dict[str, dict[str, int]]:
     total: dict[str, Counter[str]] = defaultdict(Counter)
     for path in paths:

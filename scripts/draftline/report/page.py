@@ -76,6 +76,7 @@ def render(inputs: Inputs, config: dict[str, Any], record: Record) -> str:
         total=lambda stage, name: sum(getattr(source, stage).get(name, 0) for source in sources),
         statuses=_columns([source.completions for source in sources]),
         reasons=_columns([source.prompts for source in sources], without=("read", "kept")),
+        retokenized=data.retokenized(inputs.completions),
         masks=_masks(data.masks(inputs.mask)),
         samples=data.samples(inputs.tokens[0], manifest, chat, per_source, HEAD, TAIL),
         gates=[gate for gate in gates if not gate.name.startswith("mask/")],
