@@ -224,8 +224,8 @@ def _generated(
             )
         if not pending:
             return
-        tally, reason = Tally(what, len(pending)), "no answer"
         with open_engine(config["engine"], manifest, run, chat) as engine:
+            tally, reason = Tally(what, len(pending)), "no answer"  # A server may have taken minutes to start.
             for attempt in range(1, ATTEMPTS + 1):
                 if attempt > 1:
                     say(f"{what}: {len(pending)} rows failed ({reason}); try {attempt} of {ATTEMPTS}")
