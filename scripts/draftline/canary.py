@@ -29,7 +29,7 @@ PROBES = 4
 PROBE_TOKENS, PROBE_STEP = 512, 64
 """Probe k is cut at PROBE_TOKENS - k * PROBE_STEP tokens: long samples, too, come in different lengths."""
 MEAN_COSINE = 0.999
-"""A token's state in a padded batch and alone: mean cosine per layer."""
+"""A token's state in a batch and alone: mean cosine per layer."""
 
 
 def run_canary(
@@ -95,7 +95,7 @@ def _states(samples: pa.Table, manifest: Manifest, run: Mapping[str, Any]) -> tu
 
 
 def probes(samples: pa.Table) -> dict[str, list[int]]:
-    """Sample id -> input ids of up to `PROBES` short samples, each of another length, so that a batch of them is padded."""
+    """Sample id -> input ids of up to `PROBES` short samples, each of another length, so that a batch of them is padded, or packed."""
     ids = Ragged.of(samples["input_ids"])
     by_length: dict[int, int] = {}
     for row in sorted(range(len(samples)), key=lambda row: int(ids.lengths[row])):
@@ -109,7 +109,7 @@ def check_layers(
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Figures and failures of decoder layers 0..`layers`-1 over a few sequences by sample id; `where` heads failures.
 
-    Every layer must give finite states that are neither all zero nor the same for all tokens, and the same in a padded batch
+    Every layer must give finite states that are neither all zero nor the same for all tokens, and the same in a batch
     as alone. Figures per layer: those of `LayerStatistics`, and ``mean_cosine`` between a token's state in the batch and alone.
     """
     import torch
@@ -137,7 +137,7 @@ def check_layers(
     differing = [layer for layer in ids if not cosines[layer] >= MEAN_COSINE]
     if differing and not failures:
         failures.append(
-            f"{where}: layer {differing[0]} gives other states in a padded batch than alone (mean cosine"
+            f"{where}: layer {differing[0]} gives other states in a batch than alone (mean cosine"
             f" {cosines[differing[0]]:.5f}, under {MEAN_COSINE}); look at the kernels in the log and at target.dtype"
         )
     figures = [{**values, "mean_cosine": cosine} for values, cosine in zip(statistics.by_layer(), cosines)]

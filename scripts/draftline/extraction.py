@@ -3,7 +3,8 @@
 Sequences of like length share a forward and are padded on the right, without an attention mask: in a causal model, with
 attention or a recurrent state, nothing at a position depends on what comes after it, so the pads reach no real token. That
 keeps the fast causal kernels (a mask would rule them out, and grouped heads would be copied). Where every layer's kernel takes
-packed sequences, they stand one after the other in one row, without pads, and each row is filled as far as can be.
+packed sequences, and a look shows that it keeps them apart, they stand one after the other in one row, without pads, and each row
+is filled as far as can be.
 
 Shapes: B sequences of a batch, S positions, T tokens of one sequence, K tapped layers, H hidden size, F = K * H.
 """
@@ -21,8 +22,14 @@ from draftline.cpu_linear import pack
 from draftline.fusion import fuse
 from draftline.loading import backbone, decoder_layers
 from draftline.packed_attention import packs, prefer_packed_attention
+from draftline.progress import say
 
 BATCH_TOKENS = 16384
+
+LOOK_TOKENS = 100
+"""Tokens of each sequence in a look at whether packing keeps them apart: the second begins within a chunk of the kernels."""
+APART = 1e-2
+"""Most, relative to its states, that a packed sequence may change with the one before it. Nothing at all changes as a rule."""
 
 
 class _Reached(Exception):  # noqa: N818 - not an error: the highest tapped layer is done
@@ -34,9 +41,27 @@ def prepare(model: nn.Module) -> nn.Module:
     pack(model)
     prefer_fla_convolution(model)
     prefer_packed_attention(model)
+    if packs(model) and (reason := _mixing(model)):
+        model.config._attn_implementation = "sdpa"  # type: ignore[union-attr]
+        say(f"{type(model).__name__}: sequences are padded, because a packed forward {reason}")
     if next(model.parameters()).is_cuda:
         fuse(model)
     return model
+
+
+def _mixing(model: nn.Module) -> str | None:
+    """What speaks against packed rows: the second sequence of one changes with the first, or there is an error. None if nothing does."""
+    draw = torch.Generator().manual_seed(0)
+    vocabulary: Any = backbone(model).embed_tokens.num_embeddings  # type: ignore[union-attr]
+    *firsts, second = torch.randint(int(vocabulary), (3, LOOK_TOKENS), generator=draw)
+    device, top = next(model.parameters()).device, len(decoder_layers(model)) - 1
+    try:
+        rows = [_forward(model, [top], _packed([first, second], device)[0])[0] for first in firsts]
+    except Exception as error:  # noqa: BLE001 - a model's own code may know nothing of packed rows in many ways
+        return f"fails ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
+    ours, theirs = (row_1SH[0, LOOK_TOKENS:].double() for row_1SH in rows)
+    change = float((ours - theirs).norm() / theirs.norm())
+    return None if change <= APART else f"lets a sequence see the one before it (states change by {change:.1e})"
 
 
 def extract(

@@ -65,7 +65,7 @@ def make_states(
     """Run the target over `samples` and write its tapped layers' outputs to `path`.
 
     `layers` and `storage` are the config's hidden_states.layers and .storage; `run` holds `device` and `batch`, the
-    padded tokens of a forward. Raises DraftlineError for layers that the target does not have, too little memory or
+    tokens of a forward, pads included. Raises DraftlineError for layers that the target does not have, too little memory or
     disk, and states that cannot be right.
     """
     ids = layer_ids(layers, manifest.num_layers, "hidden_states.layers")

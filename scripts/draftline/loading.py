@@ -28,7 +28,7 @@ def load_model(
     dtype: "torch.dtype | None" = None,
     last_layer: int | None = None,
 ) -> "nn.Module":
-    """The target's text model in eval mode, frozen, in `dtype` (default: the checkpoint's).
+    """The target's text model in eval mode, frozen, in `dtype` (default: the manifest's).
 
     `run` holds the job's `device`, `gpus` over which the layers are spread, and `stage_to` where the files are to be read
     from a copy (`draftline.staging`). Of a multimodal checkpoint the text part only is loaded. With `last_layer` it is the

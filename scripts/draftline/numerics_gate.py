@@ -36,7 +36,7 @@ ROUNDING = {"bf16": 2.0**-8, "fp32": 1e-4, FP8: 2.0**-3 / math.sqrt(12)}
 evenly over fp8's widest step, 0.036 (real states have 0.02 to 0.03)."""
 
 BATCH_INVARIANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
-"""Largest relative RMS difference between a padded batch and single samples, by dtype of the target (6.1, 6.3.4)."""
+"""Largest relative RMS difference between samples that share a forward and single ones, by dtype of the target (6.1, 6.3.4)."""
 
 
 KERNEL_ERROR, KERNEL_FLOOR = 2.0, 5e-3
@@ -156,7 +156,7 @@ def each_alone(model: nn.Module, layers: Sequence[int], sequences: list[torch.Te
 def batch_invariance(
     model: nn.Module, layers: Sequence[int], sequences: list[torch.Tensor], alone: list[torch.Tensor]
 ) -> float:
-    """Relative RMS difference between features of all `sequences` in one padded batch and of each alone."""
+    """Relative RMS difference between features of all `sequences` in one forward and of each alone."""
     distance = Distance()
     for n, features_TF in extract(model, layers, sequences, batch_tokens=max(map(len, sequences)) * len(sequences)):
         distance.add(features_TF.cpu(), alone[n])
@@ -234,7 +234,7 @@ def failures(states: str, figures: Mapping[str, Any], limits: Mapping[str, float
             )
     if figures["batch_invariance"] > limits["batch_invariance"]:
         apart.append(
-            f"{states}: samples of a padded batch differ from single ones by {figures['batch_invariance']:.2e} (relative"
+            f"{states}: samples that share a forward differ from single ones by {figures['batch_invariance']:.2e} (relative"
             f" RMS, limit {limits['batch_invariance']:.0e}); set run.hidden_states.batch to 1 or repair the kernels ({made})"
         )
     return wiring + apart

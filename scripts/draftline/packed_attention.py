@@ -17,6 +17,8 @@ from draftline.kernels import keep_apart
 
 NAME = "packed_sdpa"
 KINDS = {"full_attention", "linear_attention"}
+FURTHER = ("sliding_window", "position_bias", "softcap", "s_aux")
+"""Options of transformers' attention functions that change what a token sees, or how much of it."""
 
 
 def prefer_packed_attention(model: nn.Module) -> None:
@@ -39,12 +41,18 @@ def packed_sdpa(
     query_1NSD: torch.Tensor,
     key_1NSD: torch.Tensor,
     value_1NSD: torch.Tensor,
-    attention_mask: None,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     lengths: list[int] | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention outputs [1, S, N, D] of sequences of `lengths`; without these, every row is a sequence."""
+    """Attention outputs [1, S, N, D] of sequences of `lengths`; without these, every row is a sequence.
+
+    Raises ValueError for attention that is more than causal.
+    """
+    more = [name for name, value in {**options, "attention_mask": attention_mask}.items() if value is not None]
+    if found := {*FURTHER, "attention_mask"}.intersection(more):
+        raise ValueError(f"its attention takes {', '.join(sorted(found))}")
     parts = (torch.split(state, lengths or state.shape[2], dim=2) for state in (query_1NSD, key_1NSD, value_1NSD))
     outputs = [
         sdpa_attention_forward(module, query, key, value, attention_mask=None, scaling=scaling, is_causal=True)[0]

@@ -94,7 +94,6 @@ def identify(
     tokenizer: "transformers.PreTrainedTokenizerBase",
 ) -> Manifest:
     """The manifest of a target, checked against its checkpoint."""
-
     text: Any = config.get_text_config(decoder=True)
     layers = text.num_hidden_layers
     if target["num_layers"] not in (None, layers):

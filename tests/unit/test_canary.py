@@ -208,7 +208,7 @@ def spoiled(model, change):
         (lambda x: x * float("nan"), "the model: layer 1 holds NaN or Inf"),
         (lambda x: x * 0, "the model: layer 1 is all zero"),
         (lambda x: x[:, :1].expand_as(x).clone(), "the model: layer 1 has one state for all tokens"),
-        (lambda x: x + (len(x) > 1) * x.flip(-1), "the model: layer 1 gives other states in a padded batch than alone"),
+        (lambda x: x + (len(x) > 1) * x.flip(-1), "the model: layer 1 gives other states in a batch than alone"),
     ],
 )
 def test_a_broken_layer_is_named(model, change, words):

@@ -553,6 +553,8 @@ def test_the_environments_proxy_is_for_other_hosts_only(monkeypatch):
         assert "near.invalid" in reasons(run(engine("http://near.invalid", down_seconds=0.3), requests(1))).pop()
     assert [body["path"] for body in proxy.bodies] == ["http://far.invalid:81/generate"] * 2
     assert proxy.keys == {"Bearer k"}
+    monkeypatch.setenv("http_proxy", proxy.url.removeprefix("http://"))
+    assert client._proxy("http://far.invalid:81") == proxy.url
     monkeypatch.delenv("http_proxy")
     monkeypatch.setenv("ALL_PROXY", "socks5://user:word@127.0.0.1:9")
     with pytest.raises(DraftlineError, match=r"names a proxy of kind socks5 for it.*no_proxy to far.invalid"):

@@ -7,11 +7,12 @@ import kernel_packages
 import pytest
 import torch
 from kernel_packages import CONVOLUTION_LOOKED_AT, LOOKED_AT, install
-from small_models import BUILDERS, build
+from small_models import BUILDERS, SHAPE, build
 from states_fixtures import LENGTHS, samples_of
+from transformers import DogeConfig, DogeForCausalLM, MiniMaxConfig, MiniMaxForCausalLM
 from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
-from draftline import fusion, packed_attention
+from draftline import extraction, fusion, packed_attention
 from draftline.extraction import batches, extract, filled, prepare
 from draftline.kernels import STEPS, kernels, places, torch_kernels, versions
 from draftline.loading import decoder_layers
@@ -154,6 +155,33 @@ def test_sequences_are_packed_only_where_every_kernel_keeps_them_apart():
         assert packs(hybrid)
         with torch_kernels(hybrid):
             assert not packs(hybrid)
+
+
+def minimax():
+    """Its linear attention is transformers' own, with a state that goes on through a row."""
+    return MiniMaxForCausalLM(MiniMaxConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, block_size=16))
+
+
+def doge():
+    """Its attention makes a mask of its own, out of the values."""
+    model = DogeForCausalLM(DogeConfig(**SHAPE))
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.A)
+    return model
+
+
+@pytest.mark.parametrize("make", [minimax, doge])
+def test_a_model_that_packing_would_change_is_padded(make, monkeypatch):
+    said = []
+    monkeypatch.setattr(extraction, "say", said.append)
+    torch.manual_seed(0)
+    model = make().eval().requires_grad_(False)
+    expected = [plain_states(model, ids_T) for ids_T in sequences()]
+    found = dict(extract(prepare(model), TAPPED, sequences()))
+    assert model.config._attn_implementation == "sdpa"
+    assert "sequences are padded" in said[-1]
+    for n, reference_TF in enumerate(expected):
+        torch.testing.assert_close(found[n], reference_TF, atol=1e-4 * float(reference_TF.abs().max()), rtol=1e-4)
 
 
 def test_a_window_that_is_not_in_the_layer_types_is_seen():

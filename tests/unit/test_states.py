@@ -274,10 +274,13 @@ def test_a_disk_that_fills_up_surfaces_as_full_disk_and_leaves_no_file(small_dis
 
 
 def test_a_disk_that_cannot_keep_what_it_took_surfaces_and_leaves_no_file(tmp_path, monkeypatch):
-    """Written pages come to the disk later; its error then has no path of its own. No disk here breaks at command."""
+    """Written pages come to the disk later; its error is told once, and has no path. No disk here breaks at command."""
+    told = []
 
     def broken(descriptor):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if not told:
+            told.append(descriptor)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fdatasync", broken)
     samples, path = samples_of((200,) * 20), tmp_path / "0000.safetensors"

@@ -224,6 +224,8 @@ def _proxy(url: str) -> str | None:
         return None
     proxies = urllib.request.getproxies()
     proxy = proxies.get(parts.scheme, proxies.get("all"))
+    if proxy is not None and "://" not in proxy:
+        proxy = f"http://{proxy}"
     if proxy is not None and not proxy.startswith(("http://", "https://")):
         kind = proxy.partition(":")[0]
         raise DraftlineError(
