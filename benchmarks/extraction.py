@@ -33,7 +33,7 @@ from draftline.extraction import extract, filled, prepare  # noqa: E402
 from draftline.kernels import kernels, versions  # noqa: E402
 from draftline.layers import layer_ids  # noqa: E402
 from draftline.loading import decoder_layers  # noqa: E402
-from draftline.states import Sample, write_states  # noqa: E402
+from draftline.states_writer import Sample, write_states  # noqa: E402
 
 SHAPES = {
     "vocab_size": 248320,

@@ -18,11 +18,14 @@ from draftline.agreement import disagreement
 from draftline.progress import say
 
 ROWS = 300
+RECOMPILES = 64
+"""Versions of a kind that torch may compile, by rank, width and device; beyond them it would run eager and say nothing."""
 MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
 def fuse(model: nn.Module) -> None:
     """Compile the norms and gated MLPs of a frozen model, all of a kind together, where the result agrees with float64."""
+    torch._dynamo.config.recompile_limit = RECOMPILES  # type: ignore[attr-defined]
     kinds: dict[type[nn.Module], list[nn.Module]] = {}
     for module in model.modules():
         if _width(module):
@@ -76,8 +79,8 @@ def _disagreement(compiled: Callable[..., Any], module: nn.Module) -> str | None
     draw = torch.Generator().manual_seed(0)
     shape = (1, ROWS, _width(module))
     inputs = [torch.randn(shape, generator=draw).to(some) for _ in inspect.signature(module.forward).parameters]
-    exact = copy.deepcopy(module).double()(*(values.double() for values in inputs))
     try:
+        exact = copy.deepcopy(module).double()(*(values.double() for values in inputs))
         found = compiled(module, *inputs)
     except Exception as error:  # noqa: BLE001 - a compiler may fail in many ways, and there is another version
         return f"fails ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"

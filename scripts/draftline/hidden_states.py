@@ -14,7 +14,7 @@ from draftline.layers import layer_ids
 from draftline.loading import load_model
 from draftline.manifest import Manifest
 from draftline.progress import Progress, say
-from draftline.states import Sample, write_states
+from draftline.states_writer import Sample, write_states
 
 if TYPE_CHECKING:
     import pyarrow

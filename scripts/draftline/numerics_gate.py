@@ -20,6 +20,7 @@ from torch import nn
 from draftline import provenance
 from draftline.errors import DraftlineError
 from draftline.extraction import extract, prepare
+from draftline.fusion import fused
 from draftline.gates import close_gate
 from draftline.kernels import kernels, places, torch_kernels, versions
 from draftline.loading import backbone, load_model
@@ -131,7 +132,7 @@ def check_part(
         "part": {name: reader.facts[name] for name in ("dtype", "storage", "kernels", "versions")},
         "reference": {"dtype": "float32", "kernels": reference_kernels, "versions": versions()},
     }
-    if any(place.package != "torch" for place in places(model)):
+    if any(place.package != "torch" for place in places(model)) or fused(model):
         figures["kernels"] = compare_kernels(model, reader.layers, sequences, alone, references)
     limits = {name: config[name] for name in ("mean_cosine", "min_cosine")}
     limits["batch_invariance"] = BATCH_INVARIANCE[manifest.dtype]

@@ -9,7 +9,7 @@ from states_fixtures import save_target
 
 from draftline import provenance
 from draftline.completions import COMPLETIONS_SCHEMA
-from draftline.states import Sample, write_states
+from draftline.states_writer import Sample, write_states
 
 RECORD = {"rule": "any", "id": "0" * 16, "settings": "1" * 16, "inputs": {}}
 LIMIT = 24

@@ -13,7 +13,7 @@ import torch
 from draftline import provenance
 from draftline.drafter import segment as training
 from draftline.manifest import Manifest
-from draftline.states import Sample, write_states
+from draftline.states_writer import Sample, write_states
 from draftline.visits import segment_visits
 
 V, H, LAYERS = 64, 16, [1, 3]

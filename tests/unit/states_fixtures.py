@@ -6,7 +6,7 @@ import torch
 from small_models import build
 
 from draftline.manifest import Manifest
-from draftline.states import Sample
+from draftline.states_writer import Sample
 
 RECORD = {"rule": "hidden_states", "id": "0" * 16, "settings": "1" * 16, "inputs": {}}
 LENGTHS = (23, 7, 70, 40, 12, 9, 31, 64, 25, 18)

@@ -25,7 +25,8 @@ from draftline.drafter.state import State, learned_from
 from draftline.drafter.train import Recipe, Trainer
 from draftline.errors import DraftlineError
 from draftline.heads import Heads
-from draftline.states import Sample, StatesReader
+from draftline.states import StatesReader
+from draftline.states_writer import Sample
 from draftline.visits import segment_visits
 
 

@@ -13,7 +13,8 @@ from draftline.extraction import extract
 from draftline.hidden_states import make_states
 from draftline.kernels import places
 from draftline.numerics_gate import check_part
-from draftline.states import StatesReader, write_states
+from draftline.states import StatesReader
+from draftline.states_writer import write_states
 
 TAPPED = [0, 2]
 CONFIG = {"samples": 4, "mean_cosine": 0.999, "min_cosine": 0.99}

@@ -15,7 +15,8 @@ from states_fixtures import RECORD, samples_of
 
 from draftline import provenance
 from draftline.errors import DraftlineError
-from draftline.states import CONVENTION, QUEUE, StatesReader, write_states
+from draftline.states import CONVENTION, StatesReader
+from draftline.states_writer import QUEUE, write_states
 from draftline.storage import decode, encode
 
 LAYERS, HIDDEN = [1, 4, 7], 16
