@@ -224,6 +224,9 @@ def test_a_job_that_is_killed_a_slurmd_that_is_killed_and_a_snakemake_that_is_ki
     until(lambda: command_of(fresh, "hidden_states"), "hidden states are made")
     snakemake.send_signal(signal.SIGKILL)
     snakemake.wait()
+    left = command_of(fresh, "hidden_states")
+    for job in left:
+        job.suspend()  # So that it does not end before the next run looks.
     assert fresh.jobs("RUNNING", "COMPLETING")
     dry = fresh.snakemake("-n", target)
     assert "Error: Directory cannot be locked" in dry.stdout + dry.stderr
@@ -232,6 +235,8 @@ def test_a_job_that_is_killed_a_slurmd_that_is_killed_and_a_snakemake_that_is_ki
     until(
         lambda: "waiting for SLURM jobs of a killed run" in fresh.log(), "the next run waits for the killed one's jobs"
     )
+    for job in left:
+        job.resume()
     fresh.finish(again)
 
     completed = Counter(what for _, _, what in fresh.jobs("COMPLETED"))
