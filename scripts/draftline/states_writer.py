@@ -75,10 +75,7 @@ def write_states(
             raise
         finally:
             writer.join()
-        try:
-            writer.finish()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        writer.finish()
         writer.compare(StatesReader(temporary))
 
 
@@ -195,11 +192,9 @@ class StatesWriter:
 
     def _sync(self) -> None:
         """Bring to the disk what is written, and out of memory: a part is larger than what should be there instead."""
-        try:
+        with self._named():
             os.fdatasync(self._descriptor)
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def _header(self) -> bytes:
         facts = {**self._facts, "statistics": self._statistics.by_layer()}
@@ -223,10 +218,16 @@ class StatesWriter:
 
     def _pwrite(self, data: bytes | memoryview, start: int) -> None:
         rest = memoryview(data)
-        try:
+        with self._named():
             while rest:
                 count = os.pwrite(self._descriptor, rest, start)
                 rest, start = rest[count:], start + count
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of the disk get the path of the part: a descriptor has none."""
+        try:
+            yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
