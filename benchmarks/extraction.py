@@ -33,6 +33,7 @@ from draftline.extraction import extract, filled, prepare  # noqa: E402
 from draftline.kernels import kernels, versions  # noqa: E402
 from draftline.layers import layer_ids  # noqa: E402
 from draftline.loading import decoder_layers  # noqa: E402
+from draftline.numerics_gate import Distance  # noqa: E402
 from draftline.states_writer import Sample, write_states  # noqa: E402
 
 SHAPES = {
@@ -163,22 +164,17 @@ class Bench:
         Rounding makes one; `behind others`, of the first 64 tokens too, must be no more than where nothing stands before.
         """
         some = self.sequences[:12]
-        errors: dict[str, list[float]] = {
-            "first of a row": [0, 0],
-            "behind others": [0, 0],
-            "their first tokens": [0, 0],
-        }
+        found = {where: Distance() for where in ("first of a row", "behind others", "their first tokens")}
         rows = filled([len(ids_T) for ids_T in some], self.options.batch)
         together = dict(extract(self.model, self.layers, some, self.options.batch))
         for n, ids_T in enumerate(some):
             ((_, alone_TF),) = extract(self.model, self.layers, [ids_T], 1)
-            first = any(row[0] == n for row in rows)
-            wheres = ("first of a row",) if first else ("behind others", "their first tokens")
-            for where, length in zip(wheres, (None, 64)):
-                ours_TF, theirs_TF = together[n][:length].double(), alone_TF[:length].double()
-                errors[where][0] += float((ours_TF - theirs_TF).square().sum())
-                errors[where][1] += float(theirs_TF.square().sum())
-        return {where: float(f"{(error / norm) ** 0.5:.3g}") for where, (error, norm) in errors.items()}
+            if any(row[0] == n for row in rows):
+                found["first of a row"].add(together[n], alone_TF)
+            else:
+                found["behind others"].add(together[n], alone_TF)
+                found["their first tokens"].add(together[n][:64], alone_TF[:64])
+        return {where: float(f"{distance.figures()['relative_rms']:.3g}") for where, distance in found.items()}
 
 
 def products(bench: Bench) -> Iterator[dict[str, float]]:

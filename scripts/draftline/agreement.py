@@ -13,3 +13,8 @@ def disagreement(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) ->
     theirs, ours = (float((result.double() - exact).norm() / exact.norm()) for result in (found, own))
     allowed = LARGER_ERROR * max(ours, torch.finfo(own.dtype).eps)
     return None if theirs <= allowed else f"is off by {theirs:.1e}, over {allowed:.1e}"
+
+
+def failure(error: Exception) -> str:
+    """What speaks against a version that ended with `error`: its kind and first line."""
+    return f"fails ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftline.agreement import disagreement
+from draftline.agreement import disagreement, failure
 from draftline.kernels import Place, places
 from draftline.loading import decoder_layers
 from draftline.progress import say
@@ -74,5 +74,5 @@ def _disagreement(ours: Callable[..., torch.Tensor], place: Place, weight_DW: to
     try:
         found = ours(hidden_BDS, weight_DW, activation="silu")
     except Exception as error:  # noqa: BLE001 - a compiler behind it may fail in many ways, and there is another version
-        return f"fails ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
+        return failure(error)
     return disagreement(found, place.torch_version(hidden_BDS, weight_DW, activation="silu"), exact)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftline.agreement import disagreement
+from draftline.agreement import disagreement, failure
 from draftline.progress import say
 
 ROWS = 300
@@ -83,5 +83,5 @@ def _disagreement(compiled: Callable[..., Any], module: nn.Module) -> str | None
         exact = copy.deepcopy(module).double()(*(values.double() for values in inputs))
         found = compiled(module, *inputs)
     except Exception as error:  # noqa: BLE001 - a compiler may fail in many ways, and there is another version
-        return f"fails ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
+        return failure(error)
     return disagreement(found, module(*inputs), exact)
