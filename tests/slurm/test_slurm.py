@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
-import psutil
 import pytest
 from slurm_box import Box, slurm, until, why_not
 from slurm_run import SlurmRun, slurm_run
@@ -89,18 +88,6 @@ def gpus_in_use() -> list[tuple[str, str]]:
             for node, places in re.findall(r"Nodes=(\S+) .*GRES=gpu:h100:\d+\(IDX:([\d,-]+)\)", job):
                 first, _, last = places.partition("-")
                 found += [(node, str(place)) for place in range(int(first), int(last or first) + 1)]
-    return found
-
-
-def command_of(run: SlurmRun, rule: str) -> list[psutil.Process]:
-    """Processes that run a rule's script in this run's folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.cmdline()[1:2] == [str(run.folder / "scripts" / f"{rule}.py")]:
-                found.append(process)
-        except psutil.Error:
-            continue
     return found
 
 
@@ -212,19 +199,19 @@ def test_a_job_that_is_killed_a_slurmd_that_is_killed_and_a_snakemake_that_is_ki
     target = "results/drafters/small/segments/2/state.safetensors"
     snakemake = fresh.start(target)
 
-    until(lambda: command_of(fresh, "canary"), "the canary works")
-    command_of(fresh, "canary")[0].kill()
+    until(lambda: fresh.working("canary"), "the canary works")
+    fresh.working("canary")[0].kill()
 
-    until(lambda: command_of(fresh, "completions"), "completions are made")
+    until(lambda: fresh.working("completions"), "completions are made")
     node = slurm("squeue", "-h", "--states=RUNNING", "--format=%N")
     box.kill_node(node)
     time.sleep(2)
     box.start_node(node)
 
-    until(lambda: command_of(fresh, "hidden_states"), "hidden states are made")
+    until(lambda: fresh.working("hidden_states"), "hidden states are made")
     snakemake.send_signal(signal.SIGKILL)
     snakemake.wait()
-    left = command_of(fresh, "hidden_states")
+    left = fresh.working("hidden_states")
     for job in left:
         job.suspend()  # So that it does not end before the next run looks.
     assert fresh.jobs("RUNNING", "COMPLETING")

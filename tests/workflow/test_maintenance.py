@@ -94,13 +94,6 @@ class World:
             and not unlock.processes(self.run.folder.resolve())
         )
 
-    def jobs(self, rule: str) -> list[psutil.Process]:
-        """Processes that run a rule's script in the run's folder."""
-        script = str(self.run.folder / "scripts" / f"{rule}.py")
-        return [
-            process for process in psutil.process_iter(["cmdline"]) if (process.info["cmdline"] or [])[1:2] == [script]
-        ]
-
     def period(self, job: str) -> tuple[float, float]:
         """When a job began and ended."""
         record = json.loads((self.run.folder / f"results/logs/{job}.run.json").read_text())
@@ -189,7 +182,7 @@ def test_the_service_is_up_again_after_a_signal(world: World, number: signal.Sig
 
 def test_the_next_call_after_a_sigkill_restores_the_service_first(world: World) -> None:
     process = world.open_window()
-    (job,) = world.jobs("hidden_states")
+    (job,) = world.run.working("hidden_states")
     process.kill()
     process.wait()
     job.suspend()  # So that it does not end while nobody waits for it.

@@ -1,10 +1,13 @@
 """A copy of the workflow in a folder of its own, and Snakemake on it, with the tiny target."""
 
+import contextlib
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = Path(__file__).with_name("tiny.yaml")
@@ -41,6 +44,15 @@ class Run:
         output = self.snakemake("-n", *arguments).stdout
         lines = re.findall(r"^    output: (.*)$", output, flags=re.MULTILINE)
         return {name.removesuffix(" (temp)") for line in lines for name in line.split(", ")}
+
+    def working(self, rule: str) -> list[psutil.Process]:
+        """Processes that run a rule's script in this folder."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[1:2] == [str(self.folder / "scripts" / f"{rule}.py")]:
+                    found.append(process)
+        return found
 
     def edit(self, file: str, old: str, new: str) -> None:
         path = self.folder / file
