@@ -8,7 +8,7 @@ Stages, all of them if none is named:
            limit and concurrency, empty cache: output tokens/s
   target   results/completions/0000.parquet by Snakemake: output tokens/s of the job, by its own log
   kill     the same anew: SIGKILL of the job when half of the rows are finished, then a second call. Counts rows that were
-           generated twice and rows that are missing
+           generated twice, rows that are missing, and rows that are not what the server's own log of its answers says
 Each prints a line of JSON. The workflow's own interpreter runs this; --python is the one that has SGLang.
 """
 
@@ -42,6 +42,9 @@ from draftline.processes import is_alive  # noqa: E402
 
 PROMPTS = Path("results/prompts/0000.parquet")
 COMPLETIONS = Path("results/completions/0000.parquet")
+SERVER_LOG = Path("results/logs/completions/0000.server.log")
+LOG_ANSWERS = ["--log-requests", "--log-requests-level", "3", "--log-requests-format", "json"]
+"""Have the server log each answer with all of its ids."""
 WISHES = ("", "Be brief.", "Give an example.", "Explain each step.", "Say what could go wrong.", "Answer as a list.",
           "Begin with the result.", "Mention an alternative.")  # fmt: skip
 """What is put behind a prompt of the demo set to make another one of its kind."""
@@ -185,6 +188,9 @@ def target(options: argparse.Namespace) -> None:
 
 def kill(options: argparse.Namespace) -> None:
     """SIGKILL of the job when half of its rows are finished, and a second call."""
+    config = yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8"))
+    config["engine"]["flags"] = [*options.flags, *LOG_ANSWERS]
+    Path("config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     forget()
     run = snakemake(str(COMPLETIONS))
     wanted = len(rows()) // 2
@@ -202,9 +208,11 @@ def kill(options: argparse.Namespace) -> None:
         time.sleep(0.05)
     server_end = time.monotonic() - started
     run.wait()
-    left = stored()
+    left, answers = stored(), logged()
     finish(str(COMPLETIONS))
+    answers |= logged()
     counts, made = stored(), provenance.read_parquet(COMPLETIONS)
+    pairs = zip(made["prompt_ids"].to_pylist(), made["completion_ids"].to_pylist())
     tell(
         "kill",
         finished_when_killed=sum(left.values()),
@@ -214,6 +222,8 @@ def kill(options: argparse.Namespace) -> None:
         generated_twice=sum(count - 1 for count in counts.values()),
         missing=len({row["id"] for row in rows()} - set(made["id"].to_pylist())),
         errors=made["status"].to_pylist().count("error"),
+        answers_in_the_servers_logs=len(answers),
+        not_as_the_server_logged=sum((tuple(prompt), tuple(answer)) not in answers for prompt, answer in pairs),
     )
 
 
@@ -230,6 +240,17 @@ def stored() -> Counter[str]:
             with contextlib.suppress(ValueError):  # The line that the kill tore.
                 keys[orjson.loads(line)[0]] += 1
     return keys
+
+
+def logged() -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Prompt and answer, as ids, of each request that the last server's log calls finished."""
+    found = set()
+    for line in SERVER_LOG.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):  # Other lines, and the one that the kill tore.
+            entry = orjson.loads(line[line.index(b"{") :])
+            if entry.get("event") == "request.finished" and entry["obj"]["input_ids"]:  # SGLang warms up with text.
+                found.add((tuple(entry["obj"]["input_ids"]), tuple(entry["out"]["output_ids"])))
+    return found
 
 
 def forget() -> None:
