@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from products import product_rates, synchronize, timed
 from torch import nn
 from transformers import AutoModel
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
@@ -29,11 +30,11 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from draftline.agreement import Distance  # noqa: E402
 from draftline.extraction import extract, filled, prepare  # noqa: E402
 from draftline.kernels import kernels, versions  # noqa: E402
 from draftline.layers import layer_ids  # noqa: E402
 from draftline.loading import decoder_layers  # noqa: E402
-from draftline.numerics_gate import Distance  # noqa: E402
 from draftline.states_writer import Sample, write_states  # noqa: E402
 
 SHAPES = {
@@ -93,28 +94,6 @@ class Bench:
         self.closing = 0.0
         self.flops = 2 * sum(module.weight.numel() for module in linear)
 
-    def synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-    def timed(self, work: Callable[[], Any]) -> float:
-        self.synchronize()
-        started = time.perf_counter()
-        work()
-        self.synchronize()
-        return time.perf_counter() - started
-
-    def products(self) -> dict[str, float]:
-        size = 256 if self.options.dry else 8192
-        a, b, out = (torch.randn(size, size, device=self.device, dtype=torch.bfloat16) for _ in range(3))
-
-        def rate(count: int) -> float:
-            seconds = self.timed(lambda: [torch.mm(a, b, out=out) for _ in range(count)]) / count
-            return 2 * size**3 / seconds / 1e12
-
-        rate(3)
-        return {"first_ten": rate(10), "tflops": rate(10 if self.options.dry else 1500)}
-
     @torch.no_grad()
     def plain(self, sequences: list[torch.Tensor]) -> None:
         for first in range(0, len(sequences), BATCH):
@@ -140,7 +119,7 @@ class Bench:
         with write_states(path, record, samples, self.layers, width, self.options.storage, facts) as writer:
             for n, features_TF in extract(self.model, self.layers, sequences, self.options.batch):
                 writer.put(n, features_TF)
-            self.synchronize()
+            synchronize(self.device)
             computed = time.perf_counter()
         self.closing = time.perf_counter() - computed
         path.unlink()
@@ -148,11 +127,11 @@ class Bench:
     def measure(self, side: Callable[[list[torch.Tensor]], None], count: int) -> dict[str, float]:
         """Warm up, then run a side over `count` sequences as often as is asked."""
         name, sequences = side.__name__, self.sequences[:count]
-        warm = self.timed(lambda: side(sequences[:BATCH]))
+        warm = timed(lambda: side(sequences[:BATCH]), self.device)
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         tokens = sum(map(len, sequences))
-        rates = [tokens / self.timed(lambda: side(sequences)) for _ in range(self.options.rounds)]
+        rates = [tokens / timed(lambda: side(sequences), self.device) for _ in range(self.options.rounds)]
         peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
         figures = {"tokens_per_s": statistics.median(rates), "peak_gb": round(peak / 1e9, 1), "warm_s": round(warm, 1)}
         tell(side=name, tokens=tokens, rounds=[round(rate) for rate in rates], **figures)
@@ -180,7 +159,7 @@ class Bench:
 def products(bench: Bench) -> Iterator[dict[str, float]]:
     """The rate of matrix products, each time it is asked for."""
     while True:
-        figures = bench.products()
+        figures = product_rates(bench.device)
         tell(side="products", **{name: round(rate) for name, rate in figures.items()})
         yield figures
 

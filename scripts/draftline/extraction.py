@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftline.agreement import failure
+from draftline.agreement import distance, failure
 from draftline.convolution import prefer_fla_convolution
 from draftline.cpu_linear import pack
 from draftline.fusion import fuse
@@ -60,8 +60,7 @@ def _mixing(model: nn.Module) -> str | None:
         rows = [_forward(model, [top], _packed([first, second], device)[0])[0] for first in firsts]
     except Exception as error:  # noqa: BLE001 - a model's own code may know nothing of packed rows in many ways
         return failure(error)
-    ours, theirs = (row_1SH[0, LOOK_TOKENS:].double() for row_1SH in rows)
-    change = float((ours - theirs).norm() / theirs.norm())
+    change = distance(*([row_1SH[0, LOOK_TOKENS:]] for row_1SH in rows)).figures()["relative_rms"]
     return None if change <= APART else f"lets a sequence see the one before it (states change by {change:.1e})"
 
 

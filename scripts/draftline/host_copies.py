@@ -18,11 +18,24 @@ def computed(tensor: torch.Tensor) -> "torch.cuda.Event | None":
     return event
 
 
+class Buffers:
+    """Host memory by name, used again and again; what a GPU copies from or to is pinned."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def room(self, name: str, tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
+        """Memory of the tensor's dtype and shape."""
+        if name not in self._buffers or self._buffers[name].nbytes < tensor.nbytes:
+            self._buffers[name] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffers[name][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
 class HostCopies:
     """Copies for one thread, into memory that each call uses again."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers = Buffers()
         self._stream: torch.cuda.Stream | None = None
 
     def fetch(self, tensors: Mapping[str, torch.Tensor], ready: "torch.cuda.Event | None") -> dict[str, torch.Tensor]:
@@ -38,10 +51,7 @@ class HostCopies:
         return copies
 
     def _copied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: self._room(name, tensor).copy_(tensor, non_blocking=True) for name, tensor in tensors.items()}
-
-    def _room(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Host memory of the tensor's shape, pinned for one of a GPU."""
-        if name not in self._buffers or self._buffers[name].nbytes < tensor.nbytes:
-            self._buffers[name] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        return self._buffers[name][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return {
+            name: self._buffers.room(name, tensor, pinned=tensor.is_cuda).copy_(tensor, non_blocking=True)
+            for name, tensor in tensors.items()
+        }

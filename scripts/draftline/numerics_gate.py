@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from draftline import provenance
+from draftline.agreement import Distance, distance
 from draftline.errors import DraftlineError
 from draftline.extraction import extract, prepare
 from draftline.fusion import fused
@@ -36,37 +37,14 @@ ROUNDING = {"bf16": 2.0**-8, "fp32": 1e-4, FP8: 2.0**-3 / math.sqrt(12)}
 """Largest relative RMS error of an fp32 target by storage: one bf16 step, other orders of summation, and the RMS of errors spread
 evenly over fp8's widest step, 0.036 (real states have 0.02 to 0.03)."""
 
+OWN_ERROR = 2.0
+"""Largest relative RMS difference between two ways to compute the same states, in errors of one of them to fp32 (6.3.2)."""
+
 BATCH_INVARIANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
-"""Largest relative RMS difference between samples that share a forward and single ones, by dtype of the target (6.1, 6.3.4)."""
+"""What is let pass in any case between samples that share a forward and single ones, by dtype of the target (6.1, 6.3.4)."""
 
-
-KERNEL_ERROR, KERNEL_FLOOR = 2.0, 5e-3
-"""Largest relative RMS difference between kernels and the torch versions: in errors of the latter to fp32 (6.3.2), and what is let
-pass in any case (6.3.1): where the target is fp32 the torch versions have no error."""
-
-
-class Distance:
-    """How far states are from others, over all samples."""
-
-    def __init__(self) -> None:
-        self.error = self.norm = 0.0
-        self.cosines: list[torch.Tensor] = []
-
-    def add(self, ours_TH: torch.Tensor, theirs_TH: torch.Tensor) -> None:
-        """Take in a sample: one layer's states [T, H], and those that they are held against."""
-        ours_TH, theirs_TH = ours_TH.double(), theirs_TH.double()
-        self.error += float((ours_TH - theirs_TH).square().sum())
-        self.norm += float(theirs_TH.square().sum())
-        self.cosines.append(nn.functional.cosine_similarity(ours_TH, theirs_TH, dim=1))
-
-    def figures(self) -> dict[str, float]:
-        """`relative_rms`, and `mean_cosine` and `min_cosine` by token."""
-        cosines = torch.cat(self.cosines)
-        return {
-            "relative_rms": math.sqrt(self.error / self.norm),
-            "mean_cosine": float(cosines.mean()),
-            "min_cosine": float(cosines.min()),
-        }
+KERNEL_FLOOR = 5e-3
+"""The same between kernels and the torch versions (6.3.1): where the target is fp32 the torch versions have no error."""
 
 
 class LayerFit:
@@ -129,13 +107,14 @@ def check_part(
         "samples": [reader.ids[n] for n in chosen],
         "layers": {str(layer): fit.figures() for layer, fit in fits.items()},
         "batch_invariance": batch_invariance(model, reader.layers, sequences, alone),
+        "alone_to_fp32": distance(alone, references).figures()["relative_rms"],
         "part": {name: reader.facts[name] for name in ("dtype", "storage", "kernels", "versions")},
         "reference": {"dtype": "float32", "kernels": reference_kernels, "versions": versions()},
     }
     if any(place.package != "torch" for place in places(model)) or fused(model):
         figures["kernels"] = compare_kernels(model, reader.layers, sequences, alone, references)
     limits = {name: config[name] for name in ("mean_cosine", "min_cosine")}
-    limits["batch_invariance"] = BATCH_INVARIANCE[manifest.dtype]
+    limits["batch_invariance"] = max(BATCH_INVARIANCE[manifest.dtype], OWN_ERROR * figures["alone_to_fp32"])
     if reader.facts["dtype"] == "float32":
         limits["relative_rms"] = ROUNDING[reader.facts["storage"]]
     close_gate(path, record, figures=figures, limits=limits, failures=failures(str(states), figures, limits))
@@ -158,10 +137,8 @@ def batch_invariance(
     model: nn.Module, layers: Sequence[int], sequences: list[torch.Tensor], alone: list[torch.Tensor]
 ) -> float:
     """Relative RMS difference between features of all `sequences` in one forward and of each alone."""
-    distance = Distance()
-    for n, features_TF in extract(model, layers, sequences, batch_tokens=max(map(len, sequences)) * len(sequences)):
-        distance.add(features_TF.cpu(), alone[n])
-    return distance.figures()["relative_rms"]
+    together = extract(model, layers, sequences, batch_tokens=max(map(len, sequences)) * len(sequences))
+    return distance([features_TF.cpu() for _, features_TF in sorted(together)], alone).figures()["relative_rms"]
 
 
 def compare_kernels(
@@ -184,13 +161,9 @@ def compare_kernels(
     }
     figures: dict[str, Any] = {str(layer): {} for layer in layers}
     for name, pair in pairs.items():
-        distances = [Distance() for _ in layers]
-        for ours_TF, theirs_TF in zip(*pair):
-            of_layers = zip(distances, ours_TF.chunk(len(layers), dim=1), theirs_TF.chunk(len(layers), dim=1))
-            for distance, ours_TH, theirs_TH in of_layers:
-                distance.add(ours_TH, theirs_TH)
-        for layer, distance in zip(layers, distances):
-            figures[str(layer)][name] = distance.figures()
+        by_layer = (zip(*(features_TF.chunk(len(layers), dim=1) for features_TF in side)) for side in pair)
+        for layer, ours, theirs in zip(layers, *by_layer):
+            figures[str(layer)][name] = distance(ours, theirs).figures()
     return figures
 
 
@@ -221,7 +194,7 @@ def failures(states: str, figures: Mapping[str, Any], limits: Mapping[str, float
             )
     for layer, between in figures.get("kernels", {}).items():
         found, own = between["found_to_torch"], between["torch_to_fp32"]["relative_rms"]
-        allowed = max(KERNEL_ERROR * own, KERNEL_FLOOR)
+        allowed = max(OWN_ERROR * own, KERNEL_FLOOR)
         if (
             found["mean_cosine"] < limits["mean_cosine"]
             or found["min_cosine"] < limits["min_cosine"]
@@ -230,12 +203,12 @@ def failures(states: str, figures: Mapping[str, Any], limits: Mapping[str, float
             apart.append(
                 f"{states}: layer {layer}: the kernels found here are too far from transformers' torch versions: mean cosine"
                 f" {found['mean_cosine']:.5f} (limit {limits['mean_cosine']}), least {found['min_cosine']:.5f} (limit"
-                f" {limits['min_cosine']}), relative RMS {found['relative_rms']:.2e} (limit {allowed:.2e}, {KERNEL_ERROR:g}"
+                f" {limits['min_cosine']}), relative RMS {found['relative_rms']:.2e} (limit {allowed:.2e}, {OWN_ERROR:g}"
                 f" times the torch versions' own to fp32); made with {made}: repair, remove or update that package"
             )
     if figures["batch_invariance"] > limits["batch_invariance"]:
         apart.append(
             f"{states}: samples that share a forward differ from single ones by {figures['batch_invariance']:.2e} (relative"
-            f" RMS, limit {limits['batch_invariance']:.0e}); set run.hidden_states.batch to 1 or repair the kernels ({made})"
+            f" RMS, limit {limits['batch_invariance']:.2e}); set run.hidden_states.batch to 1 or repair the kernels ({made})"
         )
     return wiring + apart

@@ -302,3 +302,25 @@ def test_initialization_follows_from_the_seed():
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
     assert one["fc.weight"].std() == pytest.approx(0.02, rel=0.05)
     assert torch.equal(one["norm.weight"], torch.ones(H))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("counts", [(1,), (3, 1), (5, 7), (20, 9, 11), (150, 90, 60)])
+def test_on_a_gpu_outputs_and_gradients_are_those_on_the_cpu(layers, counts):
+    """8 to 2,400 queries of one to three documents: kernels are made anew for some numbers of them."""
+    draw = torch.Generator().manual_seed(4)
+    anchors = [torch.randint(0, T, (count,), generator=draw).sort().values for count in counts]
+    starts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)) * T
+    features = torch.randn(len(counts) * T, 2 * H, generator=draw)
+    blocks = torch.randn(sum(counts), B, H, generator=draw)
+    positions = torch.arange(T).repeat(len(counts))
+    results = []
+    for device in ("cpu", "cuda"):
+        drafter = drafter_of(layers).to(device)
+        inputs = (tensor.to(device) for tensor in (positions, blocks, torch.cat(anchors), starts))
+        output = drafter(drafter.context(features.to(device)), *inputs)
+        output.square().sum().backward()
+        results.append([output, *(parameter.grad for parameter in drafter.parameters())])
+    for expected, found in zip(*results, strict=True):
+        assert float((found.cpu() - expected).norm()) <= 1e-4 * float(expected.norm())

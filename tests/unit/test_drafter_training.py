@@ -1,5 +1,6 @@
 """Cutting, killing and starting again do not change a training; wrong inputs are refused by path."""
 
+import functools
 import itertools
 import json
 import os
@@ -17,7 +18,8 @@ import pytest
 import torch
 
 from draftline import provenance
-from draftline.drafter.batch import make_batch
+from draftline.drafter import train
+from draftline.drafter.batch import make_batches
 from draftline.drafter.config import DrafterConfig
 from draftline.drafter.data import Parts
 from draftline.drafter.segment import initial_state, seen_tokens
@@ -167,7 +169,7 @@ def test_metrics_have_the_documented_columns(run):
 
 def test_every_sample_is_visited_once_an_epoch_in_an_order_of_its_own(run):
     visits = segment_visits(world.SHARDS, world.PARTS, 2, 1, 1)
-    parts = Parts([world.part_path(s, p) for _, s, p in visits[:4]], world.manifest(), visits)
+    parts = Parts([world.part_path(s, p) for _, s, p in visits[:4]], world.manifest(), visits, "cpu")
     orders = [[sample.id for sample in parts.samples(visit, 0, 0)] for visit in visits]
     everything = [f"{n:032x}" for n in range(20)]
     assert sorted(itertools.chain(*orders[:4])) == everything
@@ -177,17 +179,22 @@ def test_every_sample_is_visited_once_an_epoch_in_an_order_of_its_own(run):
     assert orders[0][2:] == [sample.id for sample in parts.samples(visits[0], 0, 2)]
 
 
-def trainer(changes):
+def make_batch(*arguments):
+    (batch,) = make_batches(*arguments)
+    return batch
+
+
+def trainer(changes, device="cpu"):
     values = {**world.SETTINGS, **changes}
     recipe = Recipe.from_settings(values)
     config = DrafterConfig.from_settings(values, world.manifest(), world.LAYERS)
     vocabulary = seen_tokens(world.LABELS) if recipe.head == "seen" else None
-    return Trainer(initial_state(config, recipe.seed, 20), recipe, Heads.load(world.HEADS), vocabulary, "cpu")
+    return Trainer(initial_state(config, recipe.seed, 20), recipe, Heads.load(world.HEADS, device), vocabulary, device)
 
 
-def some_samples():
+def some_samples(device="cpu"):
     visits = segment_visits(world.SHARDS, world.PARTS, 1, 1, 1)[:1]
-    return list(Parts([world.part_path("0000", "0000")], world.manifest(), visits).samples(visits[0], 0, 0))
+    return list(Parts([world.part_path("0000", "0000")], world.manifest(), visits, device).samples(visits[0], 0, 0))
 
 
 def test_a_step_does_not_modify_features_or_labels(run):
@@ -198,6 +205,41 @@ def test_a_step_does_not_modify_features_or_labels(run):
         assert torch.equal(sample.features, features)
         assert torch.equal(sample.input_ids, ids)
         assert torch.equal(sample.loss_mask, mask)
+
+
+def test_a_step_in_parts_is_the_step_in_one_piece(run, monkeypatch):
+    """Memory holds the forward of some samples at a time; loss, figures and weights are those of all under one denominator."""
+    samples, found = some_samples(), []
+    for slots in (10**6, 60, 1):
+        monkeypatch.setattr(train, "make_batches", functools.partial(make_batches, slots=slots))
+        model = trainer({})
+        found.append((model.train(samples), model.tensors(), make_batches(samples, 6, 4, 63, 0, None, slots)))
+    (whole, weights, (batch,)), *others = found
+    assert [len(batches) for *_, batches in others] == [3, len(samples)]
+    for row, parameters, batches in others:
+        assert row == pytest.approx(whole, rel=1e-5)
+        assert {name: pytest.approx(tensor, rel=1e-4, abs=1e-7) for name, tensor in weights.items()} == parameters
+        assert torch.equal(torch.cat([part.labels for part in batches]), batch.labels)
+        assert max(part.blocks.numel() for part in batches) <= 60
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
+
+
+@needs_gpu
+def test_steps_on_a_gpu_are_those_on_the_cpu_but_for_rounding(run):
+    ours, theirs = trainer({}, "cuda"), trainer({})
+    for samples in ([*some_samples("cuda"), *some_samples()], some_samples("cuda")):
+        row, expected = ours.train(samples), theirs.train([sample.on("cpu") for sample in samples])
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-2)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-2)
+
+
+@needs_gpu
+def test_features_on_a_gpu_are_those_of_the_file(run):
+    for ours, theirs in zip(some_samples("cuda"), some_samples(), strict=True):
+        assert ours.features.is_cuda
+        assert torch.equal(ours.features.cpu(), theirs.features)
 
 
 @pytest.mark.parametrize("noise", [0.05, 10.0])
@@ -347,7 +389,7 @@ def test_a_drafter_learns_from_fp8_states(run):
 def test_missing_part_is_named(run):
     visits = segment_visits(world.SHARDS, world.PARTS, 1, 1, 1)
     with pytest.raises(DraftlineError, match=r"hidden_states/0001/0001\.safetensors: missing"):
-        Parts([world.part_path(s, p) for _, s, p in visits[:3]], world.manifest(), visits)
+        Parts([world.part_path(s, p) for _, s, p in visits[:3]], world.manifest(), visits, "cpu")
 
 
 def test_state_of_another_training_is_refused_by_path(run):

@@ -145,10 +145,13 @@ def _attend_document(
 
 @functools.cache
 def _flex() -> tuple[Any, Any]:
-    """flex_attention's mask builder and kernel, compiled once for all lengths."""
+    """flex_attention's mask builder and kernel, compiled once for all lengths: never run as they are, which takes all memory."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    return torch.compile(create_block_mask, dynamic=True), torch.compile(flex_attention, dynamic=True)
+    # One for each kind of layer, for few and many queries, for one tile of keys and more.
+    torch._dynamo.config.recompile_limit = 64
+    mask, kernel = (torch.compile(f, dynamic=True, fullgraph=True) for f in (create_block_mask, flex_attention))
+    return mask, kernel
 
 
 def _attend_flex(
@@ -169,5 +172,7 @@ def _attend_flex(
         heads_first(torch.cat([context_value_TKD, value_NBKD.flatten(0, 1)])),
         block_mask=mask,
         enable_gqa=query_NBAD.shape[2] != key_NBKD.shape[2],
+        # The kernel for few queries, which torch would take for less than 128, cannot be made for all numbers of them.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     return result_1AQD[0].transpose(0, 1).reshape(query_NBAD.shape)  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ Parts come in sequence, epoch after epoch; the samples of a part are shuffled an
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftline.drafter.anchors import seeded
+from draftline.drafter.uploads import Uploads
 from draftline.errors import DraftlineError
 from draftline.states import PARTS_AGREE, STATES_FACTS, StatesReader, difference
 
@@ -33,16 +34,23 @@ class Sample:
     input_ids: Tensor
     loss_mask: Tensor
 
+    def on(self, device: str) -> "Sample":
+        """The sample with its features on a device, for the stream in use there."""
+        features = self.features.to(device)
+        if features.is_cuda:  # Their memory is of another stream (`Uploads`), which must not take it back too early.
+            features.record_stream(torch.cuda.current_stream())
+        return replace(self, features=features)
+
 
 class Parts:
-    """The files of hidden states that a segment reads, by shard and part.
+    """The files of hidden states that a segment reads, by shard and part; features come to `device`.
 
     Raises DraftlineError with the path of a file that is missing, cut, of another target, or of other layers than the first,
     and with both where two were not made alike: by other kernels, say.
     """
 
-    def __init__(self, paths: Sequence[str], manifest: "Manifest", visits: Sequence[Visit]) -> None:
-        self._manifest = manifest
+    def __init__(self, paths: Sequence[str], manifest: "Manifest", visits: Sequence[Visit], device: str) -> None:
+        self._manifest, self._uploads = manifest, Uploads(device)
         self._paths = {(Path(path).parent.name, Path(path).stem): path for path in paths}
         for _, shard, part in visits:
             if (shard, part) not in self._paths:
@@ -68,7 +76,8 @@ class Parts:
         reader = self.open(shard, part)
         order = torch.randperm(len(reader), generator=seeded(seed, epoch, shard, part))
         for n in order[taken:].tolist():
-            yield Sample(reader.ids[n], epoch, reader.features(n), reader.input_ids(n), reader.loss_mask(n))
+            features = self._uploads.features(reader.stored(n))
+            yield Sample(reader.ids[n], epoch, features, reader.input_ids(n), reader.loss_mask(n))
 
 
 def require_alike(path: str | Path, facts: Mapping[str, Any], other: str, others: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from draftline.drafter.model import Drafter
 from draftline.drafter.schedule import total_steps
 from draftline.drafter.state import State, learned_from, state_names
 from draftline.drafter.train import Recipe, Trainer
+from draftline.drafter.uploads import ahead
 from draftline.errors import DraftlineError
 from draftline.heads import Heads
 from draftline.progress import Progress, say
@@ -85,7 +86,7 @@ def train_segment(
     visits = segment_visits(*shape, segment)
     first = sum(len(segment_visits(*shape, before)) for before in range(1, segment))
     recipe = Recipe.from_settings(values)
-    opened = Parts(parts, manifest, visits)
+    opened = Parts(parts, manifest, visits, device)
     if previous is not None:
         require_alike(parts[0], opened.facts, previous, learned_from(previous))
     drafter_config = DrafterConfig.from_settings(values, manifest, opened.layers)
@@ -149,7 +150,8 @@ def run(
         carried.clear()
 
     with _Stop() as stop:
-        for finished, taken, sample in _places(parts, remaining, trainer.recipe.seed, state.visits, state.taken):
+        places = _places(parts, remaining, trainer.recipe.seed, state.visits, state.taken)
+        for finished, taken, sample in ahead(places):
             carried.append(sample)
             if len(carried) == trainer.recipe.batch:
                 step()

@@ -92,7 +92,7 @@ def _pack(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Carried samples as tensors: rows one sample after the other, their lengths, ids and epochs. None for no sample."""
     if not samples:
         return {}
-    packed = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in _CARRIED}
+    packed = {name: torch.cat([getattr(sample, name).cpu() for sample in samples]) for name in _CARRIED}
     packed["lengths"] = torch.tensor([len(sample.input_ids) for sample in samples])
     packed["epochs"] = torch.tensor([sample.epoch for sample in samples])
     packed["ids"] = torch.tensor([list(bytes.fromhex(sample.id)) for sample in samples], dtype=torch.uint8)

@@ -6,14 +6,14 @@ products run in bf16 under autocast.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftline.drafter.batch import Batch, make_batch
+from draftline.drafter.batch import Batch, make_batches
 from draftline.drafter.data import Sample
-from draftline.drafter.loss import block_loss, default_gamma
+from draftline.drafter.loss import block_loss, default_gamma, slot_weights
 from draftline.drafter.model import Drafter
 from draftline.drafter.schedule import learning_rate
 from draftline.drafter.state import Row, State, state_names
@@ -47,6 +47,28 @@ class Recipe:
         return cls(gamma=gamma, **{name: values[name] for name in cls.__annotations__ if name != "gamma"})
 
 
+class Share(NamedTuple):
+    """A batch's share of a step: of the weight of the slots that count, of their number, and of the blocks."""
+
+    weight: float
+    slots: float
+    blocks: float
+
+
+def shares(batches: Sequence[Batch], gamma: float) -> list[Share]:
+    """Each batch's share: mean losses weighed by them give the mean over all, under one denominator."""
+    sums = [
+        (
+            float((slot_weights(batch.blocks.shape[1], gamma) * batch.counts).sum()),
+            int(batch.counts.sum()),
+            len(batch.blocks),
+        )
+        for batch in batches
+    ]
+    totals = [sum(column) for column in zip(*sums)]
+    return [Share(*(part / total for part, total in zip(row, totals))) for row in sums]
+
+
 class Trainer:
     """A drafter with its optimizer between the target's embedding and head."""
 
@@ -75,20 +97,18 @@ class Trainer:
             }
 
     def train(self, samples: Sequence[Sample]) -> Row:
-        """One step on a batch of samples, and its metrics."""
-        config, recipe = self.config, self.recipe
-        batch = make_batch(
-            samples, recipe.anchors, config.block_size, config.mask_token_id, recipe.seed, self.vocabulary
-        ).to(self.device)
+        """One step on a batch of samples, and its metrics. Memory holds the forward of a part of them at a time."""
+        recipe = self.recipe
+        samples = [sample.on(self.device) for sample in samples]
+        shape = (recipe.anchors, self.config.block_size, self.config.mask_token_id, recipe.seed)
+        batches = make_batches(samples, *shape, self.vocabulary)
         rate = learning_rate(self.step, self.total, recipe.lr, recipe.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            figures = block_loss(self.hidden(batch)[:, 1:], self.head_VH, batch.labels, batch.counts, recipe.gamma)
-        figures.loss.backward()  # type: ignore[no-untyped-call]
+        parts = [self._learn(batch, share) for batch, share in zip(batches, shares(batches, recipe.gamma))]
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), recipe.clip)
-        loss, accuracy, tau, grad_norm = torch.stack([figures.loss, figures.accuracy, figures.tau, norm]).tolist()
+        loss, accuracy, tau, grad_norm = torch.stack([*torch.stack(parts).sum(0), norm]).tolist()
         if not torch.isfinite(torch.tensor([loss, grad_norm])).all():
             raise DraftlineError(
                 f"drafters: lr: {recipe.lr}: training diverged at step {self.step + 1} (loss {loss}, gradient {grad_norm});"
@@ -105,8 +125,18 @@ class Trainer:
             "lr": rate,
             "grad_norm": grad_norm,
             "tokens": sum(len(sample.input_ids) for sample in samples),
-            "anchors": len(batch.anchors),
+            "anchors": sum(len(batch.anchors) for batch in batches),
         }
+
+    def _learn(self, batch: Batch, share: Share) -> Tensor:
+        """Add the gradient of a part of the step's batch. Gives what it adds to the step's loss, accuracy and tau, [3]."""
+        batch = batch.to(self.device)
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            hidden_NBH = self.hidden(batch)[:, 1:]
+            figures = block_loss(hidden_NBH, self.head_VH, batch.labels, batch.counts, self.recipe.gamma)
+        loss = figures.loss * share.weight
+        loss.backward()  # type: ignore[no-untyped-call]
+        return torch.stack([loss.detach(), figures.accuracy * share.slots, figures.tau * share.blocks])
 
     def hidden(self, batch: Batch) -> Tensor:
         """The drafter's output [N, B, H] for a batch."""
