@@ -5,9 +5,10 @@
 A part with random states is written to DIR: lengths drawn evenly from 512 to 4096, the last four fifths supervised. Batches of 8 samples
 with 512 anchors of 16 slots, head and embedding of 248,320 tokens. Sides, each --rounds times over all samples:
   products   8192 x 8192 x 8192 in bf16, TFLOP/s; before, between and after the others
-  draftline  a segment as a job trains it, but for its checkpoints
+  draftline  a segment as a job trains it, but for its checkpoints; the part is not in memory when it begins
   resident   the same steps on samples that are on the GPU already: what reading and copying cost is the difference
   serial     a segment that reads the next sample when the last one is done
+  eager      the steps of `resident` without torch's compiler, but for attention
 Last, with --pieces, a step with all of its samples in one forward, which may be out of memory. TFLOP/s count products with weights: 6 for a
 weight and slot or context row, 4 where one side is frozen; attention counts nothing. --dry runs all on the CPU with small shapes.
 """
@@ -16,6 +17,7 @@ import argparse
 import functools
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -28,7 +30,7 @@ from products import product_rates, timed
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from draftline.drafter import segment, train  # noqa: E402
+from draftline.drafter import loss, segment, train  # noqa: E402
 from draftline.drafter.batch import make_batches  # noqa: E402
 from draftline.drafter.config import DrafterConfig  # noqa: E402
 from draftline.drafter.data import Parts  # noqa: E402
@@ -124,6 +126,8 @@ class Bench:
         return 6.0 * sum(weights.values()) * slots + (6.0 * shared + 4.0 * fc) * rows + 4.0 * head * counted
 
     def draftline(self) -> None:
+        with open(self.part, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         state = State(self.config, self.trainer.step, self.state.total_steps, 0, 0, {})
         record = {"rule": "benchmark", "id": "", "settings": "", "inputs": {}}
         checkpoint = self.options.work / "never.safetensors"
@@ -140,6 +144,12 @@ class Bench:
         size = self.trainer.recipe.batch
         for first in range(0, len(self.samples), size):
             self.trainer.train(self.samples[first : first + size])
+
+    def eager(self) -> None:
+        for layer in self.trainer.drafter.layers:
+            vars(layer).pop("forward", None)
+        loss._compiled = lambda: loss._measured  # type: ignore[assignment]
+        self.resident()
 
     def measure(self, side: Callable[[], None]) -> dict[str, float]:
         warm = timed(side, self.device)
@@ -183,7 +193,7 @@ def products(bench: Bench) -> Iterator[dict[str, float]]:
 def main(options: argparse.Namespace) -> None:
     bench = Bench(options)
     tell(side="versions", **versions())
-    rates, sides = products(bench), (bench.draftline, bench.resident, bench.serial)
+    rates, sides = products(bench), (bench.draftline, bench.resident, bench.serial, bench.eager)
     found = [next(rates)]
     measured = {}
     for side in sides:

@@ -15,28 +15,26 @@ import torch
 from torch import nn
 
 from draftline.agreement import disagreement, failure
+from draftline.compiler import compiled
 from draftline.progress import say
 
 ROWS = 300
-RECOMPILES = 64
-"""Versions of a kind that torch may compile, by rank, width and device; beyond them it would run eager and say nothing."""
 MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
 def fuse(model: nn.Module) -> None:
     """Compile the norms and gated MLPs of a frozen model, all of a kind together, where the result agrees with float64."""
-    torch._dynamo.config.recompile_limit = RECOMPILES  # type: ignore[attr-defined]
     kinds: dict[type[nn.Module], list[nn.Module]] = {}
     for module in model.modules():
         if _width(module):
             kinds.setdefault(type(module), []).append(module)
     for kind, modules in kinds.items():
-        compiled = torch.compile(kind.forward, dynamic=True)
-        if reason := _disagreement(compiled, modules[0]):
+        faster = compiled(kind.forward, whole=False)
+        if reason := _disagreement(faster, modules[0]):
             say(f"{kind.__name__}: torch's eager steps, because compiled it {reason}")
             continue
         for module in modules:
-            module.forward = types.MethodType(compiled, module)
+            module.forward = types.MethodType(faster, module)
 
 
 def fused(model: nn.Module) -> list[str]:
@@ -73,7 +71,7 @@ def _width(module: nn.Module) -> int:
 
 
 @torch.no_grad()
-def _disagreement(compiled: Callable[..., Any], module: nn.Module) -> str | None:
+def _disagreement(faster: Callable[..., Any], module: nn.Module) -> str | None:
     """What speaks against the compiled forward of a module's kind on random input; None if nothing does."""
     some = next(module.parameters())
     draw = torch.Generator().manual_seed(0)
@@ -81,7 +79,7 @@ def _disagreement(compiled: Callable[..., Any], module: nn.Module) -> str | None
     inputs = [torch.randn(shape, generator=draw).to(some) for _ in inspect.signature(module.forward).parameters]
     try:
         exact = copy.deepcopy(module).double()(*(values.double() for values in inputs))
-        found = compiled(module, *inputs)
+        found = faster(module, *inputs)
     except Exception as error:  # noqa: BLE001 - a compiler may fail in many ways, and there is another version
         return failure(error)
     return disagreement(found, module(*inputs), exact)

@@ -1,5 +1,6 @@
 """The drafter computes what transformers' own DFlash implementation computes, and sees what it may see."""
 
+import copy
 import math
 
 import pytest
@@ -307,7 +308,8 @@ def test_initialization_follows_from_the_seed():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("counts", [(1,), (3, 1), (5, 7), (20, 9, 11), (150, 90, 60)])
-def test_on_a_gpu_outputs_and_gradients_are_those_on_the_cpu(layers, counts):
+@pytest.mark.parametrize("fuses", [False, True])
+def test_on_a_gpu_outputs_and_gradients_are_those_on_the_cpu(layers, counts, fuses):
     """8 to 2,400 queries of one to three documents: kernels are made anew for some numbers of them."""
     draw = torch.Generator().manual_seed(4)
     anchors = [torch.randint(0, T, (count,), generator=draw).sort().values for count in counts]
@@ -315,9 +317,11 @@ def test_on_a_gpu_outputs_and_gradients_are_those_on_the_cpu(layers, counts):
     features = torch.randn(len(counts) * T, 2 * H, generator=draw)
     blocks = torch.randn(sum(counts), B, H, generator=draw)
     positions = torch.arange(T).repeat(len(counts))
-    results = []
+    own, results = drafter_of(layers), []
     for device in ("cpu", "cuda"):
-        drafter = drafter_of(layers).to(device)
+        drafter = copy.deepcopy(own).to(device)
+        if fuses and device == "cuda":
+            drafter.fuse()
         inputs = (tensor.to(device) for tensor in (positions, blocks, torch.cat(anchors), starts))
         output = drafter(drafter.context(features.to(device)), *inputs)
         output.square().sum().backward()

@@ -7,12 +7,16 @@ over all blocks of the batch under one denominator. Early slots weigh more, beca
 Shapes: N blocks, B slots a block, M slots that count, H hidden size, V vocabulary (of the head in use).
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from draftline.compiler import compiled
 
 LOGITS = 2**27
 """Logits computed at a time: 512 MB in fp32, whatever the vocabulary."""
@@ -75,15 +79,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         step = max(1, logits // len(head_VH))
         total = torch.zeros((), device=hidden_MH.device)
         gradient_MH, right = torch.empty_like(hidden_MH), []
+        measure = _compiled() if hidden_MH.is_cuda else _measured
         for first in range(0, len(hidden_MH), step):
             rows = slice(first, first + step)
-            labels, weights = labels_M[rows, None], weights_M[rows, None]
-            logits_mV = (hidden_MH[rows].to(head_VH.dtype) @ head_VH.T).float()
-            right.append(logits_mV.argmax(dim=1) == labels_M[rows])
-            logits_mV = functional.log_softmax(logits_mV, dim=1)
-            total -= (weights * logits_mV.gather(1, labels)).sum()
-            shares_mV = logits_mV.exp_().scatter_add_(1, labels, torch.full_like(weights, -1.0)).mul_(weights)
-            gradient_MH[rows] = (shares_mV.to(head_VH.dtype) @ head_VH).to(hidden_MH.dtype)
+            logits_mV = hidden_MH[rows].to(head_VH.dtype) @ head_VH.T
+            loss, right_m, gradient_mV = measure(logits_mV, labels_M[rows, None], weights_M[rows, None])
+            total += loss
+            right.append(right_m)
+            gradient_MH[rows] = (gradient_mV @ head_VH).to(hidden_MH.dtype)
         right_M = torch.cat(right)
         ctx.save_for_backward(gradient_MH)
         ctx.mark_non_differentiable(right_M)
@@ -93,3 +96,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gradient_MH,) = ctx.saved_tensors
         return upstream * gradient_MH, None, None, None, None
+
+
+def _measured(logits_mV: Tensor, labels_m1: Tensor, weights_m1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted sum of cross-entropies, whether the label is on top [m], and the gradient [m, V] in the logits' dtype."""
+    wide_mV = logits_mV.float()
+    right_m = wide_mV.argmax(dim=1) == labels_m1[:, 0]
+    wide_mV = functional.log_softmax(wide_mV, dim=1)
+    labels_log_m1 = wide_mV.gather(1, labels_m1)
+    gradient_mV = wide_mV.exp_().mul_(weights_m1).to(logits_mV.dtype)
+    gradient_mV.scatter_(1, labels_m1, (labels_log_m1.expm1() * weights_m1).to(logits_mV.dtype))
+    return -(weights_m1 * labels_log_m1).sum(), right_m, gradient_mV
+
+
+@functools.cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """The same reading the logits twice and writing the gradient once, where the steps one by one move ten times as much."""
+    return compiled(_measured)

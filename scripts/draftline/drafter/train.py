@@ -79,6 +79,8 @@ class Trainer:
         self.drafter = Drafter(state.config)
         self.drafter.load_state_dict(state.weights())
         self.drafter.to(device).train()
+        if device == "cuda":
+            self.drafter.fuse()
         named = dict(self.drafter.named_parameters())
         self.optimizer = torch.optim.AdamW(
             [
