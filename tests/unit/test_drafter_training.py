@@ -237,6 +237,12 @@ def test_steps_on_a_gpu_are_those_on_the_cpu_but_for_rounding(run):
 
 
 @needs_gpu
+def test_heads_too_small_for_a_gpus_kernel_are_refused(run):
+    with pytest.raises(DraftlineError, match=r"drafters: head_dim: 8: on a GPU a head has 16 elements at least"):
+        trainer({}, "cuda").train(some_samples("cuda"))
+
+
+@needs_gpu
 def test_features_on_a_gpu_are_those_of_the_file(run):
     for ours, theirs in zip(some_samples("cuda"), some_samples(), strict=True):
         assert ours.features.is_cuda

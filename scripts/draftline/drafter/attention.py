@@ -17,7 +17,10 @@ from torch import Tensor
 
 from draftline.compiler import compiled
 from draftline.drafter.mask import dense, sees_context, sees_slot
+from draftline.errors import DraftlineError
 
+LEAST_HEAD = 16
+"""Least head size of flex_attention's kernels."""
 FEW_QUERIES_TOO = {"FORCE_USE_FLEX_ATTENTION": True}
 """For less than 128 queries torch takes a kernel of its own, which cannot be made for all numbers of them."""
 BACKWARD = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32, "bwd_num_warps": 4}
@@ -99,8 +102,13 @@ def attend(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """Attention output [N, B, A, D]; softmax in fp32, scale D^-0.5."""
+    """Attention output [N, B, A, D]; softmax in fp32, scale D^-0.5. Raises DraftlineError for heads that a GPU's kernel cannot take."""
     if query_NBAD.is_cuda:
+        if query_NBAD.shape[-1] < LEAST_HEAD:
+            raise DraftlineError(
+                f"drafters: head_dim: {query_NBAD.shape[-1]}: on a GPU a head has {LEAST_HEAD} elements at least; set that, or"
+                " run.device: cpu"
+            )
         return _attend_flex(
             query_NBAD, key_NBKD, value_NBKD, context_key_TKD, context_value_TKD, layout.block_mask(causal, window)
         )

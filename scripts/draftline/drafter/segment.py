@@ -151,7 +151,7 @@ def run(
 
     with _Stop() as stop:
         places = _places(parts, remaining, trainer.recipe.seed, state.visits, state.taken)
-        for finished, taken, sample in ahead(places):
+        for finished, taken, sample in ahead(places, trainer.recipe.batch):
             carried.append(sample)
             if len(carried) == trainer.recipe.batch:
                 step()
