@@ -134,7 +134,7 @@ class Bench:
         segment.run(self.trainer, state, self.parts, self.visits, 0, True, checkpoint, record, math.inf)
 
     def serial(self) -> None:
-        hurried, segment.ahead = segment.ahead, iter  # type: ignore[attr-defined, assignment]
+        hurried, segment.ahead = segment.ahead, lambda items, _: items  # type: ignore[attr-defined, assignment]
         try:
             self.draftline()
         finally:
@@ -153,26 +153,31 @@ class Bench:
 
     def measure(self, side: Callable[[], None]) -> dict[str, float]:
         warm = timed(side, self.device)
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        self.forget_peak()
         seconds = [timed(side, self.device) for _ in range(self.options.rounds)]
-        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
         median = statistics.median(seconds)
         figures = {"tokens_per_s": round(self.tokens / median), "tflops": round(self.flops / median / 1e12, 1)}
         rounds = [round(self.tokens / second) for second in seconds]
-        tell(side=side.__name__, rounds=rounds, **figures, warm_s=round(warm, 1), peak_gb=round(peak / 1e9, 1))
+        tell(side=side.__name__, rounds=rounds, **figures, warm_s=round(warm, 1), peak_gb=self.peak_gb())
         return figures
+
+    def forget_peak(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_gb(self) -> float:
+        return round(torch.cuda.max_memory_allocated() / 1e9, 1) if self.device == "cuda" else 0.0
 
     def in_one_piece(self) -> None:
         whole = functools.partial(make_batches, slots=10**9)
         train.make_batches = whole  # type: ignore[attr-defined, assignment]
-        torch.cuda.reset_peak_memory_stats()
+        self.forget_peak()
         try:
             seconds = timed(lambda: self.trainer.train(self.samples[: self.trainer.recipe.batch]), self.device)
             tell(
                 side="in one piece",
                 seconds=round(seconds, 2),
-                peak_gb=round(torch.cuda.max_memory_allocated() / 1e9, 1),
+                peak_gb=self.peak_gb(),
             )
         except torch.OutOfMemoryError as error:
             tell(side="in one piece", failure=str(error)[:200])

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
+from draftline.host_buffers import Buffers
+
 
 def computed(tensor: torch.Tensor) -> "torch.cuda.Event | None":
     """A mark behind all that was asked of the tensor's GPU so far; None on the CPU, where it is done."""
@@ -16,19 +18,6 @@ def computed(tensor: torch.Tensor) -> "torch.cuda.Event | None":
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(tensor.device))
     return event
-
-
-class Buffers:
-    """Host memory by name, used again and again; what a GPU copies from or to is pinned."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def room(self, name: str, tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
-        """Memory of the tensor's dtype and shape."""
-        if name not in self._buffers or self._buffers[name].nbytes < tensor.nbytes:
-            self._buffers[name] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=pinned)
-        return self._buffers[name][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class HostCopies:

@@ -215,7 +215,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("batch_tokens", [1, 100, 100_000])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_on_a_gpu_features_are_those_of_each_sequence_alone_in_fp32(name, batch_tokens, places_again):
-    """No further than transformers' own bf16 forward on the CPU is; the first tokens, which a neighbour would change, neither."""
+    """At most twice as far as transformers' own bf16 forward on the CPU; so are the first tokens, which a neighbour would change."""
     exact, rounded = build(name).bfloat16().float(), build(name).bfloat16()
     model = prepare(build(name).bfloat16().to("cuda"))
     assert packs(model) == (name != "sliding")

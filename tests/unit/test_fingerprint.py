@@ -72,12 +72,20 @@ def test_every_command_of_the_project_has_one():
     assert all(len(module.fingerprint(command)) == 16 for command in commands)
 
 
-@pytest.mark.parametrize("command", ["completions", "hidden_states"])
-def test_how_source_files_are_found_makes_no_gpu_work_stale(tmp_path, monkeypatch, command):
+@pytest.mark.parametrize(
+    ("command", "changed"),
+    [
+        ("completions", "sources"),  # how source files are found
+        ("hidden_states", "sources"),
+        ("train_segment", "states_writer"),  # how hidden states are written
+        ("train_segment", "host_copies"),
+    ],
+)
+def test_code_that_serves_other_stages_makes_no_gpu_work_stale(tmp_path, monkeypatch, command, changed):
     shutil.copytree(module.SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(module, "SCRIPTS", tmp_path / "scripts")
     before = module.fingerprint(command)
-    path = tmp_path / "scripts" / "draftline" / "sources.py"
+    path = tmp_path / "scripts" / "draftline" / f"{changed}.py"
     path.write_text(path.read_text() + "EXTRA = 1\n")
     assert module.fingerprint(command) == before
 

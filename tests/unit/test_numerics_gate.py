@@ -8,6 +8,7 @@ import torch
 from small_models import build
 from states_fixtures import RECORD, samples_of, save_target
 
+from draftline import numerics_gate
 from draftline.errors import DraftlineError
 from draftline.extraction import extract
 from draftline.hidden_states import make_states
@@ -71,6 +72,15 @@ def test_a_bf16_target_is_held_to_limits_that_bf16_can_meet(tmp_path):
     assert gate["passed"]
     assert "relative_rms" not in gate["limits"]
     assert 1e-4 < gate["figures"]["layers"]["2"]["relative_rms"] < 0.05
+
+
+def test_what_a_batch_may_change_follows_from_the_targets_own_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(numerics_gate.BATCH_INVARIANCE, "bfloat16", 0.0)
+    manifest = save_target("llama", tmp_path / "model", dtype="bfloat16")
+    make_states(tmp_path / "part.safetensors", RECORD, samples_of(), manifest, TAPPED, "bf16", RUN)
+    gate = check(tmp_path, manifest)
+    assert 1e-4 < gate["figures"]["alone_to_fp32"] < 0.05
+    assert gate["limits"]["batch_invariance"] == pytest.approx(2 * gate["figures"]["alone_to_fp32"])
 
 
 @pytest.mark.parametrize("step", [-1, 1])

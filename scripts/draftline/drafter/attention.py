@@ -22,7 +22,7 @@ from draftline.errors import DraftlineError
 LEAST_HEAD = 16
 """Least head size of flex_attention's kernels."""
 FEW_QUERIES_TOO = {"FORCE_USE_FLEX_ATTENTION": True}
-"""For less than 128 queries torch takes a kernel of its own, which cannot be made for all numbers of them."""
+"""For fewer than 128 queries torch takes a kernel of its own, which cannot be made for all numbers of them."""
 BACKWARD = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32, "bwd_num_warps": 4}
 """Tiles of flex_attention's backward: of 13 choices the fastest on an H200 with heads of 128, where torch's own take 1.4 times as long."""
 
@@ -159,7 +159,7 @@ def _attend_document(
 
 @functools.cache
 def _flex() -> tuple[Any, Any]:
-    """flex_attention's mask builder and kernel, compiled once for all lengths: never run as they are, which takes all memory."""
+    """flex_attention's mask builder and kernel, compiled once for all lengths. Uncompiled they would hold the whole mask and all scores."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     return compiled(create_block_mask), compiled(flex_attention)

@@ -14,6 +14,10 @@ from draftline.drafter.anchors import block_labels, draw_anchors, seeded
 from draftline.drafter.data import Sample
 from draftline.errors import DraftlineError
 
+SLOTS = 8192
+"""Slots of a forward: 512 anchors of 16, enough for products at full speed. What a forward keeps for its gradient grows with them: 12 GB
+for a drafter of Qwen3.6-27B."""
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -34,11 +38,6 @@ class Batch:
     def to(self, device: str) -> "Batch":
         """The batch on a device."""
         return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
-
-
-SLOTS = 8192
-"""Slots of a forward: 512 anchors of 16, enough for products at full speed. What a forward keeps for its gradient grows with them: 12 GB
-for a drafter of Qwen3.6-27B."""
 
 
 def make_batches(

@@ -111,5 +111,5 @@ def _measured(logits_mV: Tensor, labels_m1: Tensor, weights_m1: Tensor) -> tuple
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """The same reading the logits twice and writing the gradient once, where the steps one by one move ten times as much."""
+    """`_measured` compiled: it reads the logits twice and writes the gradient once; step by step ten times as much is moved."""
     return compiled(_measured)

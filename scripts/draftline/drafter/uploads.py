@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from draftline.host_copies import Buffers
+from draftline.host_buffers import Buffers
 from draftline.storage import decode
 
 Item = TypeVar("Item")
@@ -26,7 +26,10 @@ class Uploads:
         self._stream: torch.cuda.Stream | None = None
 
     def features(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """Features [T, F] of what `StatesReader.stored` gives: on the CPU a view of the file, on a GPU memory of this stream."""
+        """Features [T, F] of what `StatesReader.stored` gives, on the device; on a GPU their memory belongs to this stream.
+
+        On the CPU those that are stored plainly stay views of the file.
+        """
         if self._device == "cpu":
             return decode(stored)
         if self._stream is None:
