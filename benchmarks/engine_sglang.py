@@ -179,6 +179,7 @@ def flush(engine: SGLangEngine) -> None:
 
 def target(options: argparse.Namespace) -> None:
     """The Snakemake target from the start, undisturbed."""
+    serve_with(options.flags)
     forget()
     finish(str(COMPLETIONS))
     log = Path("results/logs/completions/0000.log").read_text()
@@ -188,9 +189,7 @@ def target(options: argparse.Namespace) -> None:
 
 def kill(options: argparse.Namespace) -> None:
     """SIGKILL of the job when half of its rows are finished, and a second call."""
-    config = yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8"))
-    config["engine"]["flags"] = [*options.flags, *LOG_ANSWERS]
-    Path("config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    serve_with([*options.flags, *LOG_ANSWERS])
     forget()
     run = snakemake(str(COMPLETIONS))
     wanted = len(rows()) // 2
@@ -225,6 +224,13 @@ def kill(options: argparse.Namespace) -> None:
         answers_in_the_servers_logs=len(answers),
         not_as_the_server_logged=sum((tuple(prompt), tuple(answer)) not in answers for prompt, answer in pairs),
     )
+
+
+def serve_with(flags: list[str]) -> None:
+    """Change the server's flags in the config, which makes nothing stale."""
+    config = yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8"))
+    config["engine"]["flags"] = flags
+    Path("config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
 def is_job(process: psutil.Process) -> bool:

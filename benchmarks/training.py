@@ -9,7 +9,7 @@ with 512 anchors of 16 slots, head and embedding of 248,320 tokens. Sides, each 
   resident   the same steps on samples that are on the GPU already: what reading and copying cost is the difference
   serial     a segment that reads the next sample when the last one is done
   eager      the steps of `resident` without torch's compiler, but for attention
-Last, with --pieces, a step with all of its samples in one forward, which may be out of memory. TFLOP/s count products with weights: 6 for a
+Last, with --in-one-piece, a step with all of its samples in one forward, which may be out of memory. TFLOP/s count products with weights: 6 for a
 weight and slot or context row, 4 where one side is frozen; attention counts nothing. --dry runs all on the CPU with small shapes.
 """
 
@@ -207,7 +207,7 @@ def main(options: argparse.Namespace) -> None:
     rate = statistics.median(figures["tflops"] for figures in found)
     shares = {name: round(figures["tflops"] / rate, 3) for name, figures in measured.items()}
     tell(side="compared", shares_of_products=shares)
-    if options.pieces:
+    if options.in_one_piece:
         bench.in_one_piece()
 
 
@@ -217,6 +217,6 @@ if __name__ == "__main__":
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--storage", default="bf16")
-    parser.add_argument("--pieces", action="store_true")
+    parser.add_argument("--in-one-piece", action="store_true")
     parser.add_argument("--dry", action="store_true")
     main(parser.parse_args())

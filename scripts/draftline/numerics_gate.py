@@ -184,9 +184,9 @@ def failures(states: str, figures: Mapping[str, Any], limits: Mapping[str, float
                 " the features are of the wrong layer or token: make them again with this code and target"
             )
         elif (
-            fit["mean_cosine"] < limits["mean_cosine"]
-            or fit["min_cosine"] < limits["min_cosine"]
-            or fit["relative_rms"] > limits.get("relative_rms", math.inf)
+            not fit["mean_cosine"] >= limits["mean_cosine"]  # So that no NaN passes.
+            or not fit["min_cosine"] >= limits["min_cosine"]
+            or not fit["relative_rms"] <= limits.get("relative_rms", math.inf)
         ):
             apart.append(
                 f"{states}: layer {layer}: too far from an fp32 forward: {measured}; made with {made}: check these,"
@@ -196,9 +196,9 @@ def failures(states: str, figures: Mapping[str, Any], limits: Mapping[str, float
         found, own = between["found_to_torch"], between["torch_to_fp32"]["relative_rms"]
         allowed = max(OWN_ERROR * own, KERNEL_FLOOR)
         if (
-            found["mean_cosine"] < limits["mean_cosine"]
-            or found["min_cosine"] < limits["min_cosine"]
-            or found["relative_rms"] > allowed
+            not found["mean_cosine"] >= limits["mean_cosine"]
+            or not found["min_cosine"] >= limits["min_cosine"]
+            or not found["relative_rms"] <= allowed
         ):
             apart.append(
                 f"{states}: layer {layer}: the kernels found here are too far from transformers' torch versions: mean cosine"
@@ -206,7 +206,7 @@ def failures(states: str, figures: Mapping[str, Any], limits: Mapping[str, float
                 f" {limits['min_cosine']}), relative RMS {found['relative_rms']:.2e} (limit {allowed:.2e}, {OWN_ERROR:g}"
                 f" times the torch versions' own to fp32); made with {made}: repair, remove or update that package"
             )
-    if figures["batch_invariance"] > limits["batch_invariance"]:
+    if not figures["batch_invariance"] <= limits["batch_invariance"]:
         apart.append(
             f"{states}: samples that share a forward differ from single ones by {figures['batch_invariance']:.2e} (relative"
             f" RMS, limit {limits['batch_invariance']:.2e}); set run.hidden_states.batch to 1 or repair the kernels ({made})"

@@ -13,7 +13,7 @@ from draftline.errors import DraftlineError
 from draftline.extraction import extract
 from draftline.hidden_states import make_states
 from draftline.kernels import places
-from draftline.numerics_gate import check_part
+from draftline.numerics_gate import check_part, failures
 from draftline.states import StatesReader
 from draftline.states_writer import write_states
 
@@ -146,6 +146,26 @@ def test_figures_are_those_of_a_float64_computation(tmp_path, target):
     assert fit["relative_rms"] == pytest.approx(np.sqrt((relative**2).mean()), rel=1e-3)
     assert 1 - fit["mean_cosine"] == pytest.approx(1 - cosine.mean(), rel=1e-2)
     assert 1 - fit["min_cosine"] == pytest.approx(1 - cosine.min(), rel=1e-2)
+
+
+@pytest.mark.parametrize("figure", ["mean_cosine", "min_cosine", "relative_rms", "batch_invariance"])
+def test_a_figure_that_is_no_number_does_not_pass(figure):
+    fit = {
+        "mean_cosine": 1.0,
+        "min_cosine": 1.0,
+        "relative_rms": 0.0,
+        "best_fit": {"layer_offset": 0, "token_shift": 0},
+    }
+    part = {"dtype": "float32", "storage": "bf16", "kernels": {}}
+    limits = {"mean_cosine": 0.999, "min_cosine": 0.99, "relative_rms": 1e-2, "batch_invariance": 1e-4}
+    right = {"layers": {"0": fit}, "part": part, "batch_invariance": 0.0}
+    assert failures("part", right, limits) == []
+    wrong = (
+        {**right, figure: float("nan")}
+        if figure in right
+        else {**right, "layers": {"0": {**fit, figure: float("nan")}}}
+    )
+    assert len(failures("part", wrong, limits)) == 1
 
 
 def test_a_part_of_another_target_is_refused(tmp_path, target):

@@ -1,7 +1,8 @@
 """A segment of training: a stretch of (epoch, part) visits, from the state before it to the state after it.
 
 Cutting a training into segments, or killing one and starting it again, does not change the result: samples, anchors and
-rates follow from the settings and from numbers in the state, and an unfinished batch is handed on.
+rates follow from the settings and from numbers in the state, and an unfinished batch is handed on. On a GPU it changes rounding:
+compiled kernels add up in an order that follows the first lengths that they meet.
 """
 
 import dataclasses

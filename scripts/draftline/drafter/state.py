@@ -29,7 +29,7 @@ class State:
 
     `visits` visits are finished and `taken` samples of the next one are used, `carried` among them: samples that wait for
     a full batch. `tensors` are fp32 under the names of the file: `model.{name}`, `exp_avg.{name}` and `exp_avg_sq.{name}`
-    for each parameter. `rows` are metrics not yet written; `facts` is for people: what it was trained on, and how. The cut is exact: going on from here gives what going on without a cut would have given, bit for bit.
+    for each parameter. `rows` are metrics not yet written; `facts` is for people: what it was trained on, and how. The cut is exact: going on from here gives what going on without a cut would have given, on the CPU bit for bit.
     """
 
     config: DrafterConfig
