@@ -13,16 +13,14 @@ layers that run, twice for each token, and nothing else. The last line compares.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from products import product_rates, synchronize, timed
+from products import products, synchronize, tell, timed
 from torch import nn
 from transformers import AutoModel
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
@@ -68,10 +66,6 @@ SMALL = {
 SMALL |= {"num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 BATCH = 8
 """Sequences of a batch of the plain forward."""
-
-
-def tell(**figures: Any) -> None:
-    print(json.dumps(figures), flush=True)
 
 
 class Bench:
@@ -156,18 +150,10 @@ class Bench:
         return {where: float(f"{distance.figures()['relative_rms']:.3g}") for where, distance in found.items()}
 
 
-def products(bench: Bench) -> Iterator[dict[str, float]]:
-    """The rate of matrix products, each time it is asked for."""
-    while True:
-        figures = product_rates(bench.device)
-        tell(side="products", **{name: round(rate) for name, rate in figures.items()})
-        yield figures
-
-
 def main(options: argparse.Namespace) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
-    rates = products(bench)
+    rates = products(bench.device)
     found = [next(rates)]
     tell(side="model", layers=bench.layers, gflop_per_token=bench.flops / 1e9, versions=versions())
     plain = bench.measure(bench.plain, options.plain_samples)

@@ -1,10 +1,16 @@
-"""The rate of a GPU's matrix products, to hold other rates against."""
+"""The rate of a GPU's matrix products, to hold other rates against, and how benchmarks tell their figures."""
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+
+def tell(**figures: Any) -> None:
+    """Print a line of JSON."""
+    print(json.dumps(figures), flush=True)
 
 
 def timed(work: Callable[[], Any], device: str) -> float:
@@ -32,3 +38,11 @@ def product_rates(device: str) -> dict[str, float]:
 
     rate(3)
     return {"first_ten": rate(10), "tflops": rate(1500 if device == "cuda" else 10)}
+
+
+def products(device: str) -> Iterator[dict[str, float]]:
+    """`product_rates`, measured and told each time they are asked for."""
+    while True:
+        figures = product_rates(device)
+        tell(side="products", **{name: round(rate) for name, rate in figures.items()})
+        yield figures

@@ -15,17 +15,16 @@ weight and slot or context row, 4 where one side is frozen; attention counts not
 
 import argparse
 import functools
-import json
 import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from products import product_rates, timed
+from products import products, tell, timed
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -63,10 +62,6 @@ SHAPES: dict[str, Any] = {
 }
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 SMALL |= {"vocab_size": 1000, "mask_token_id": 999}
-
-
-def tell(**figures: Any) -> None:
-    print(json.dumps(figures), flush=True)
 
 
 class Bench:
@@ -187,18 +182,10 @@ def supervised(length: int) -> torch.Tensor:
     return torch.arange(length) >= length // 5
 
 
-def products(bench: Bench) -> Iterator[dict[str, float]]:
-    """The rate of matrix products, each time it is asked for."""
-    while True:
-        figures = product_rates(bench.device)
-        tell(side="products", **{name: round(rate) for name, rate in figures.items()})
-        yield figures
-
-
 def main(options: argparse.Namespace) -> None:
     bench = Bench(options)
     tell(side="versions", **versions())
-    rates, sides = products(bench), (bench.draftline, bench.resident, bench.serial, bench.eager)
+    rates, sides = products(bench.device), (bench.draftline, bench.resident, bench.serial, bench.eager)
     found = [next(rates)]
     measured = {}
     for side in sides:
