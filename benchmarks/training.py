@@ -1,4 +1,4 @@
-"""Training of a drafter at the shapes of Qwen3.6-27B's, from files of hidden states, beside the GPU's rate of matrix products.
+"""Training of the drafter of presets/qwen3.6-27b.yaml, from files of hidden states, beside the GPU's rate of matrix products.
 
     .venv/bin/python benchmarks/training.py --work DIR
 
@@ -21,10 +21,13 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from products import products, tell, timed
+from snakemake.utils import validate
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -41,33 +44,38 @@ from draftline.kernels import versions  # noqa: E402
 from draftline.states_writer import Sample as Row  # noqa: E402
 from draftline.states_writer import write_states  # noqa: E402
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-SHAPES: dict[str, Any] = {
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e7,
-    "max_position_embeddings": 262144,
-    "vocab_size": 248320,
-    "block_size": 16,
-    "mask_token_id": 248077,
-    "target_layer_ids": (1, 16, 31, 46, 61),
-    "num_target_layers": 64,
-    "layer_types": (SLIDING, SLIDING, SLIDING, SLIDING, FULL),
-    "sliding_window": 2048,
-}
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-SMALL |= {"vocab_size": 1000, "mask_token_id": 999}
+PRESET = ROOT / "presets/qwen3.6-27b.yaml"
+TARGET = {"hidden_size": 5120, "vocab_size": 248320, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+"""What the preset leaves to its target."""
+OF_TARGET = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "max_position_embeddings",
+)
+"""What the preset's drafter says itself."""
+SMALL_TARGET = {"hidden_size": 64, "vocab_size": 1000, "mask_token_id": 999}
+SMALL_DRAFTER = {"intermediate_size": 96, "heads": 4, "kv_heads": 2, "head_dim": 32}
+
+
+def shapes(small: bool) -> tuple[DrafterConfig, Recipe]:
+    """The preset's drafter and how it is trained."""
+    preset = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
+    validate(preset, str(ROOT / "schemas/config.schema.yaml"))  # with defaults
+    target, (values,) = {**TARGET, **preset["target"]}, preset["drafters"].values()
+    if small:
+        target, values = target | SMALL_TARGET, values | SMALL_DRAFTER
+    manifest: Any = SimpleNamespace(**target, **dict.fromkeys(OF_TARGET))
+    config = DrafterConfig.from_settings(values, manifest, preset["hidden_states"]["layers"])
+    return config, Recipe.from_settings(values)
 
 
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, "cpu" if options.dry else "cuda"
-        self.config = DrafterConfig(**{**SHAPES, **(SMALL if options.dry else {})})
+        self.config, recipe = shapes(options.dry)
         draw = torch.Generator().manual_seed(0)
         least, most = (16, 64) if options.dry else (512, 4096)
         lengths = torch.randint(least, most + 1, (options.samples,), generator=draw).tolist()
@@ -90,9 +98,6 @@ class Bench:
         heads = (torch.randn(vocabulary, width, device=self.device, dtype=torch.bfloat16) * 0.02 for _ in range(2))
         embed_VH, head_VH = (rows_VH if self.device == "cuda" else rows_VH.float() for rows_VH in heads)
         self.heads = Heads(embed_VH, torch.ones(width), head_VH, False, 1e-6)
-        recipe = Recipe(
-            epochs=1, batch=8, anchors=512, gamma=7, lr=1e-4, warmup=0, weight_decay=0, clip=1, head="full", seed=0
-        )
         self.state = initial_state(self.config, 0, 10**6)
         self.trainer = Trainer(self.state, recipe, self.heads, None, self.device)
         self.samples = list(self.parts.samples(self.visits[0], 0, 0))

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from needs import needs_gpu
 
 from draftline.drafter import mask
 from draftline.drafter.config import DrafterConfig
@@ -305,7 +306,7 @@ def test_initialization_follows_from_the_seed():
     assert torch.equal(one["norm.weight"], torch.ones(H))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
+@needs_gpu
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("counts", [(1,), (3, 1), (5, 7), (20, 9, 11), (150, 90, 60)])
 @pytest.mark.parametrize("fuses", [False, True])

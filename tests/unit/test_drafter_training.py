@@ -16,6 +16,7 @@ import drafter_world as world
 import pyarrow.parquet as pq
 import pytest
 import torch
+from needs import needs_gpu
 
 from draftline import provenance
 from draftline.drafter import train
@@ -221,9 +222,6 @@ def test_a_step_in_parts_is_the_step_in_one_piece(run, monkeypatch):
         assert {name: pytest.approx(tensor, rel=1e-4, abs=1e-7) for name, tensor in weights.items()} == parameters
         assert torch.equal(torch.cat([part.labels for part in batches]), batch.labels)
         assert max(part.blocks.numel() for part in batches) <= 60
-
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
 
 
 @needs_gpu

@@ -7,6 +7,7 @@ import kernel_packages
 import pytest
 import torch
 from kernel_packages import CONVOLUTION_LOOKED_AT, LOOKED_AT, install
+from needs import needs_gpu
 from small_models import BUILDERS, SHAPE, build
 from states_fixtures import LENGTHS, samples_of
 from transformers import DogeConfig, DogeForCausalLM, MiniMaxConfig, MiniMaxForCausalLM
@@ -206,9 +207,6 @@ def places_again():
     yield
     for place in before:
         place.names[place.name] = place.function
-
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
 
 
 @needs_gpu

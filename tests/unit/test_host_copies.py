@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from needs import needs_gpu
 
 from draftline.host_copies import HostCopies, computed
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")),
+    pytest.param("cuda", marks=needs_gpu),
 ]
 
 
@@ -57,7 +58,7 @@ def test_what_is_changed_after_the_copy_does_not_reach_it(device):
     assert torch.equal(found["a"], before)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
+@needs_gpu
 def test_a_copy_waits_for_the_computation_before_its_mark():
     values = torch.randn(4096, 4096, device="cuda")
     for _ in range(50):
