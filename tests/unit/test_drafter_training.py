@@ -75,7 +75,7 @@ def test_three_segments_equal_one_bit_for_bit(run):
 
 
 def test_a_killed_and_resumed_run_equals_an_undisturbed_one(run):
-    changes = {"epochs": 12}
+    changes = {"epochs": 48}  # long enough to be killed on the way
     undisturbed = world.train(1, 1, **changes)
     expected, rows = tensors(undisturbed), metrics(undisturbed)
     shutil.rmtree(undisturbed)
