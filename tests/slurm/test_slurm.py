@@ -121,15 +121,15 @@ def test_gpus_are_never_shared_and_a_cancelled_job_is_started_again(run):
 
 
 def test_a_job_that_lacked_memory_gets_more(run):
-    """180 MB do not even hold Snakemake; each further try has as much again."""
-    run.edit("tiny.yaml", "run:\n", "run:\n  light: {where: jobs, mem_mb: 180}\n")
+    """120 MB do not hold Snakemake for a second; each further try has as much again."""
+    run.edit("tiny.yaml", "run:\n", "run:\n  light: {where: jobs, mem_mb: 120}\n")
     (run.folder / "results/tokens/0000.parquet").unlink()
     run.finish(run.start("results/tokens/0000.parquet"))
     jobs = run.jobs()
     assert [state for _, state, _ in jobs[-1:]] == ["COMPLETED"]
     assert len(jobs) > 1
     memory = [re.search(r"MinMemoryNode=(\d+)M", slurm("scontrol", "show", "job", job))[1] for job, _, _ in jobs]
-    assert memory == [str(180 * attempt) for attempt in range(1, len(jobs) + 1)]
+    assert memory == [str(120 * attempt) for attempt in range(1, len(jobs) + 1)]
     assert "xceeded" in slurm_log(run, jobs[0][0])
 
 
