@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from draftline import fusion
+from draftline.agreement import failure
 from draftline.loading import decoder_layers
+from draftline.progress import say
 
 PACKAGES = {
     "torch": "torch",
@@ -94,6 +97,21 @@ def torch_kernels(model: nn.Module) -> Iterator[None]:
     finally:
         for place in before:
             place.names[place.name] = place.function
+
+
+@torch.no_grad()
+def leave_what_fails(model: nn.Module) -> None:
+    """Let a model's layers run on torch versions where the packages' kernels, which are written for GPUs, fail on its device."""
+    found = [place for place in places(model) if place.package != "torch"]
+    if not found:
+        return
+    try:
+        model(torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device), use_cache=False)
+    except Exception as error:  # noqa: BLE001 - a compiler behind it may fail in many ways, and there is another version
+        packages = " and ".join(sorted({place.package for place in found}))
+        say(f"kernels: torch's own, because a forward with {packages} {failure(error)}")
+        for place in found:
+            place.choose(place.torch_version)
 
 
 def keep_apart(model: nn.Module) -> bool:

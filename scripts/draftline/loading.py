@@ -38,6 +38,8 @@ def load_model(
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
+    from draftline.kernels import leave_what_fails
+
     torch.backends.cuda.enable_cudnn_sdp(False)  # It makes a plan for every new length, for tens of milliseconds each.
     device, manifest = run["device"], staged(manifest, run.get("stage_to"))
     dtype = dtype or getattr(torch, manifest.dtype)
@@ -69,7 +71,10 @@ def load_model(
         raise DraftlineError(
             f"{folder}: tensor {lacking[0]} is missing or does not fit config.json; complete the download"
         )
-    return model.requires_grad_(False).eval()  # type: ignore[no-any-return]
+    model.requires_grad_(False).eval()
+    if device == "cpu":
+        leave_what_fails(model)
+    return model  # type: ignore[no-any-return]
 
 
 def text_config(manifest: Manifest) -> Any:
