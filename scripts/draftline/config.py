@@ -43,7 +43,9 @@ def check_schema(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     if error.validator == "oneOf":
         ways = " | ".join("+".join(way["required"]) for way in error.validator_value)
         raise DraftlineError(f"config: {key}: needs exactly one of: {ways}")
-    raise DraftlineError(f"config: {key}: {error.instance!r}: {error.message}; see config.yaml's comment on this key")
+    raise DraftlineError(
+        f"config: {key}: {error.instance!r}: {error.message}; config.yaml or schemas/config.schema.yaml explains it"
+    )
 
 
 def check_benchmarks(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
