@@ -68,10 +68,13 @@ def read(path: str | Path) -> Record:
     return record
 
 
+TOKENIZER = "tokenizer.json"
+"""`tokenizers` refuses further keys at the top of its file, and ignores them inside "model": the record stands there."""
+
+
 def _read_json(path: Path) -> Any:
     value = orjson.loads(path.read_bytes())
-    # `tokenizers` refuses further keys at the top of its file, and ignores them inside "model".
-    return (value["model"] if path.name == "tokenizer.json" else value).get(KEY)
+    return (value["model"] if path.name == TOKENIZER else value).get(KEY)
 
 
 def _read_parquet(path: Path) -> Any:
@@ -159,6 +162,13 @@ def write_json(path: str | Path, value: Mapping[str, Any], record: Record) -> No
         temporary.write_bytes(orjson.dumps({**value, KEY: record}, option=options))
 
 
+def write_tokenizer(path: str | Path, value: Mapping[str, Any], record: Record) -> None:
+    """Write a tokenizer.json: `value` as `tokenizers` gives it, with the record inside."""
+    with replacing(path) as temporary:
+        whole = {**value, "model": {**value["model"], KEY: record}}
+        temporary.write_bytes(orjson.dumps(whole, option=orjson.OPT_APPEND_NEWLINE))
+
+
 def write_parquet(
     path: str | Path, table: "pyarrow.Table", record: Record, facts: Mapping[str, Any] | None = None
 ) -> None:
@@ -219,7 +229,9 @@ def restamp(path: str | Path, record: Record) -> None:
     """Replace the record inside an artifact and leave the rest as it is."""
     path = Path(path)
     read(path)
-    if path.suffix == ".json":
+    if path.name == TOKENIZER:
+        write_tokenizer(path, orjson.loads(path.read_bytes()), record)
+    elif path.suffix == ".json":
         write_json(
             path, {name: value for name, value in orjson.loads(path.read_bytes()).items() if name != KEY}, record
         )
