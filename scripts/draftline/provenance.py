@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,9 +105,12 @@ def safetensors_header(path: str | Path) -> dict[str, Any]:
     return header
 
 
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
 def _read_png(path: Path) -> Any:
     with open(path, "rb") as file:
-        if file.read(8) != b"\x89PNG\r\n\x1a\n":
+        if file.read(8) != PNG:
             raise ValueError("not a PNG")
         while True:
             length, kind = struct.unpack(">I4s", file.read(8))
@@ -241,6 +245,8 @@ def restamp(path: str | Path, record: Record) -> None:
         write_parquet(path, table, record, facts | {KEY: record})
     elif path.suffix == ".safetensors":
         _restamp_safetensors(path, record)
+    elif path.suffix == ".png":  # Its job makes others besides, from which much may have been made.
+        _restamp_png(path, record)
     else:
         raise DraftlineError(f"{path}: a {path.suffix} file is cheap to make again; delete it instead of accepting it")
 
@@ -255,3 +261,14 @@ def _restamp_safetensors(path: Path, record: Record) -> None:
         old.seek(8 + length)
         new.write(struct.pack("<Q", len(text)) + text)
         shutil.copyfileobj(old, new, 1 << 24)
+
+
+def _restamp_png(path: Path, record: Record) -> None:
+    data, start = path.read_bytes(), len(PNG)
+    while data[start + 4 : start + 9 + len(KEY)] != b"tEXt" + KEY.encode() + b"\0":
+        start += 12 + int.from_bytes(data[start : start + 4], "big")
+    end = start + 12 + int.from_bytes(data[start : start + 4], "big")
+    text = KEY.encode() + b"\0" + json.dumps(record, sort_keys=True).encode()
+    chunk = struct.pack(">I", len(text)) + b"tEXt" + text + struct.pack(">I", zlib.crc32(b"tEXt" + text))
+    with replacing(path) as temporary:
+        temporary.write_bytes(data[:start] + chunk + data[end:])
