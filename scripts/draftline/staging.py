@@ -21,6 +21,7 @@ import psutil
 
 from draftline import memory, sources
 from draftline.checkpoint import Checkpoint, weights_sha256
+from draftline.digests import CODE
 from draftline.errors import DraftlineError
 from draftline.manifest import Manifest
 from draftline.progress import say
@@ -30,7 +31,7 @@ DIGITS = 16
 COPY = re.compile(f"[0-9a-f]{{{DIGITS}}}")
 LIST = "draftline-copy.json"
 """A copy's files: name -> [bytes, SHA-256]."""
-SMALL_FILES = (*sources.SMALL_FILES, "*.py")
+SMALL_FILES = (*sources.SMALL_FILES, CODE)
 """What a model folder has beside its weights that transformers or a server reads."""
 IN_MEMORY = ("tmpfs", "ramfs")
 BLOCK = 1 << 24
