@@ -25,7 +25,7 @@ def check_schema(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     error = jsonschema.exceptions.best_match(errors)
     key = ".".join(map(str, error.absolute_path)) or "config"
     if error.validator == "additionalProperties":
-        unknown = sorted(set(error.instance) - set(error.schema.get("properties", {})))
+        unknown = sorted(map(str, set(error.instance) - set(error.schema.get("properties", {}))))
         known = ", ".join(sorted(error.schema["properties"]))
         key = ".".join([*map(str, error.absolute_path), unknown[0]])
         raise DraftlineError(f"config: {key}: no such key; known here: {known}")

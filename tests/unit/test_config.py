@@ -130,3 +130,15 @@ def test_further_flags_of_sglang_are_free():
 def test_a_missing_section_is_named():
     with pytest.raises(DraftlineError, match="drafters is missing"):
         checked(lambda config: config.pop("drafters"))
+
+
+@pytest.mark.parametrize("key", [7, True, None])
+@pytest.mark.parametrize("place", ["", "tokens", "drafters.demo"])
+def test_a_key_that_is_no_text_is_named(place, key):
+    def change(config):
+        for name in filter(None, place.split(".")):
+            config = config[name]
+        config[key] = 1
+
+    with pytest.raises(DraftlineError, match=f"config: {'.'.join(filter(None, [place, str(key)]))}: no such key"):
+        checked(change)
