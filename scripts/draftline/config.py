@@ -100,6 +100,8 @@ def check(config: Mapping[str, Any]) -> None:
             raise DraftlineError(
                 f"config: mask_gate.waive: {waiver['source']}: no such source; known: {', '.join(sources)}"
             )
+    if (gpus := config["run"]["train_segment"].get("gpus", 1)) > 1:
+        raise DraftlineError(f"config: run.train_segment.gpus: {gpus}: a segment trains on one GPU; set 1")
     _check_engine(config["completions"]["engine"], config["engine"], config)
     for name in config["engine_benchmarks"]:
         entry = benchmark(config, name)
