@@ -39,4 +39,9 @@ def test_a_wrapper_alone_may_tie(tiny_target: MadeTarget, tmp_path: Path) -> Non
     (folder / "config.json").write_text(
         json.dumps({**wrapper, "vision_config": {"model_type": "pixtral"}, "tie_word_embeddings": True})
     )
-    assert make(folder, tmp_path).tie_word_embeddings
+    manifest = make(folder, tmp_path)
+    assert manifest.tie_word_embeddings
+    model, heads = load_model(manifest), Heads.load(tmp_path / "heads.safetensors")
+    with torch.no_grad():
+        hidden = backbone(model)(IDS).last_hidden_state
+        assert torch.allclose(heads.logits(hidden), model(IDS).logits, atol=1e-5)
