@@ -45,7 +45,8 @@ def examine(config: Any, text: Any, checkpoint: Checkpoint, trust_remote_code: b
             raise DraftlineError(f"{folder}: config.json: {key}: {getattr(text, key)}: such targets are not supported")
     if type(model.model.embed_tokens) is not torch.nn.Embedding or checkpoint.head_bias:
         raise DraftlineError(f"{folder}: {type(model).__name__}: its embedding or head is not plain; not supported")
-    tied = bool(text.tie_word_embeddings or config.tie_word_embeddings)
+    # A wrapper's word counts only where there is no head: what runs is the text model, and some wrappers tie by default.
+    tied = bool(text.tie_word_embeddings or (config.tie_word_embeddings and checkpoint.head is None))
     _check_shapes(checkpoint, text, tied)
     return Architecture(type(model).__name__, _norm_plus_one(model.model.norm, text, folder), tied)
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import pyarrow
 
 from draftline import provenance
 from draftline.chat import Chat
+from draftline.digests import code_sha256
 from draftline.engines import Request, Sampling, engine_version, open_engine
 from draftline.engines.answers import BAD_SHARE, FEW, stop_end
 from draftline.engines.dataset import recorded_answer
@@ -287,8 +289,11 @@ class Tally:
 def _answer_settings(manifest: Manifest, config: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
     """All that changes an answer besides the prompt's ids. A greedy answer depends on no seed."""
     drawn = {} if sampling.greedy else {**asdict(sampling), "seed": config["seed"]}
+    target = [manifest.config_sha256, manifest.weights_sha256, manifest.dtype]
+    if manifest.trust_remote_code:
+        target.append(code_sha256(Path(manifest.model)))
     return {
-        "target": [manifest.config_sha256, manifest.weights_sha256, manifest.dtype],
+        "target": target,
         "stop": sorted(manifest.eos_token_ids),
         "engine": config["engine"],
         "sampling": drawn,

@@ -25,7 +25,7 @@ def check_schema(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     error = jsonschema.exceptions.best_match(errors)
     key = ".".join(map(str, error.absolute_path)) or "config"
     if error.validator == "additionalProperties":
-        unknown = sorted(set(error.instance) - set(error.schema.get("properties", {})))
+        unknown = sorted(map(str, set(error.instance) - set(error.schema.get("properties", {}))))
         known = ", ".join(sorted(error.schema["properties"]))
         key = ".".join([*map(str, error.absolute_path), unknown[0]])
         raise DraftlineError(f"config: {key}: no such key; known here: {known}")
@@ -102,6 +102,8 @@ def check(config: Mapping[str, Any]) -> None:
             raise DraftlineError(
                 f"config: mask_gate.waive: {waiver['source']}: no such source; known: {', '.join(sources)}"
             )
+    if (gpus := config["run"]["train_segment"].get("gpus", 1)) > 1:
+        raise DraftlineError(f"config: run.train_segment.gpus: {gpus}: a segment trains on one GPU; set 1")
     _check_engine(config["completions"]["engine"], config["engine"], config)
     for name in config["engine_benchmarks"]:
         entry = benchmark(config, name)

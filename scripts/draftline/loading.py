@@ -78,11 +78,13 @@ def load_model(
 
 
 def text_config(manifest: Manifest) -> Any:
-    """transformers' config of the text model."""
+    """transformers' config of the text model, with the head that the manifest says: only a wrapper's may say that it is tied."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_folder(manifest), trust_remote_code=manifest.trust_remote_code)
-    return copy.deepcopy(config.get_text_config(decoder=True))
+    config = copy.deepcopy(config.get_text_config(decoder=True))
+    config.tie_word_embeddings = manifest.tie_word_embeddings
+    return config
 
 
 def backbone(model: "nn.Module") -> "nn.Module":

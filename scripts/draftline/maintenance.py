@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,6 +36,8 @@ MARK = "DRAFTLINE_WINDOW"
 """Environment variable of what a window starts: its id for jobs, `stop-` and its id for the stop command."""
 VARIANTS = {"train_last_segment": "train_segment"}
 """Rules that are another one's variant (`use rule ... as`), by the name that a user knows."""
+DRY_RUN = re.compile(r"--dry|-[tkfFlSDvpa]*n")
+"""Snakemake's option, also behind others in one word that take no value: -pn."""
 POLL_SECONDS = 0.5
 
 
@@ -200,7 +203,7 @@ def _run_windows(targets: list[str], arguments: list[str], signals: Signals) -> 
         if not wanted:
             say("done" if opened else f"nothing pending of {', '.join(settings['rules'])}: the service stays up")
             return
-        if any(option.startswith(("-n", "--dry")) for option in arguments):
+        if any(map(DRY_RUN.match, arguments)):
             say(f"would make {_listed(before) if before else 'nothing'} before the window, and in it {_listed(wanted)}")
             return
         if asked == (before or wanted):

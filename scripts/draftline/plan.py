@@ -194,6 +194,8 @@ class Plan:
                 for entry in entries[per]:
                     self._write(name, entry)
         path = write({"config": self.config, "settings": self._written}, self.root / "run")
+        with contextlib.suppress(OSError):
+            os.utime(path)  # The youngest is the last run's, also where one like it was before.
         os.environ[RUN_FILE] = str(path.resolve())
 
     # Settings ---------------------------------------------------------------------------------------------------------

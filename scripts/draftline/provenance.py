@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,10 +69,13 @@ def read(path: str | Path) -> Record:
     return record
 
 
+TOKENIZER = "tokenizer.json"
+"""`tokenizers` refuses further keys at the top of its file, and ignores them inside "model": the record stands there."""
+
+
 def _read_json(path: Path) -> Any:
     value = orjson.loads(path.read_bytes())
-    # `tokenizers` refuses further keys at the top of its file, and ignores them inside "model".
-    return (value["model"] if path.name == "tokenizer.json" else value).get(KEY)
+    return (value["model"] if path.name == TOKENIZER else value).get(KEY)
 
 
 def _read_parquet(path: Path) -> Any:
@@ -101,9 +105,12 @@ def safetensors_header(path: str | Path) -> dict[str, Any]:
     return header
 
 
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
 def _read_png(path: Path) -> Any:
     with open(path, "rb") as file:
-        if file.read(8) != b"\x89PNG\r\n\x1a\n":
+        if file.read(8) != PNG:
             raise ValueError("not a PNG")
         while True:
             length, kind = struct.unpack(">I4s", file.read(8))
@@ -157,6 +164,13 @@ def write_json(path: str | Path, value: Mapping[str, Any], record: Record) -> No
     with replacing(path) as temporary:
         options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
         temporary.write_bytes(orjson.dumps({**value, KEY: record}, option=options))
+
+
+def write_tokenizer(path: str | Path, value: Mapping[str, Any], record: Record) -> None:
+    """Write a tokenizer.json: `value` as `tokenizers` gives it, with the record inside."""
+    with replacing(path) as temporary:
+        whole = {**value, "model": {**value["model"], KEY: record}}
+        temporary.write_bytes(orjson.dumps(whole, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def write_parquet(
@@ -219,7 +233,9 @@ def restamp(path: str | Path, record: Record) -> None:
     """Replace the record inside an artifact and leave the rest as it is."""
     path = Path(path)
     read(path)
-    if path.suffix == ".json":
+    if path.name == TOKENIZER:
+        write_tokenizer(path, orjson.loads(path.read_bytes()), record)
+    elif path.suffix == ".json":
         write_json(
             path, {name: value for name, value in orjson.loads(path.read_bytes()).items() if name != KEY}, record
         )
@@ -229,6 +245,8 @@ def restamp(path: str | Path, record: Record) -> None:
         write_parquet(path, table, record, facts | {KEY: record})
     elif path.suffix == ".safetensors":
         _restamp_safetensors(path, record)
+    elif path.suffix == ".png":  # Its job makes others besides, from which much may have been made.
+        _restamp_png(path, record)
     else:
         raise DraftlineError(f"{path}: a {path.suffix} file is cheap to make again; delete it instead of accepting it")
 
@@ -243,3 +261,14 @@ def _restamp_safetensors(path: Path, record: Record) -> None:
         old.seek(8 + length)
         new.write(struct.pack("<Q", len(text)) + text)
         shutil.copyfileobj(old, new, 1 << 24)
+
+
+def _restamp_png(path: Path, record: Record) -> None:
+    data, start = path.read_bytes(), len(PNG)
+    while data[start + 4 : start + 9 + len(KEY)] != b"tEXt" + KEY.encode() + b"\0":
+        start += 12 + int.from_bytes(data[start : start + 4], "big")
+    end = start + 12 + int.from_bytes(data[start : start + 4], "big")
+    text = KEY.encode() + b"\0" + json.dumps(record, sort_keys=True).encode()
+    chunk = struct.pack(">I", len(text)) + b"tEXt" + text + struct.pack(">I", zlib.crc32(b"tEXt" + text))
+    with replacing(path) as temporary:
+        temporary.write_bytes(data[:start] + chunk + data[end:])

@@ -5,6 +5,7 @@ of its code and the SHA-256 of its source files. The file is never changed: othe
 input of the rule, and the command reads it instead of any config.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from draftline.errors import DraftlineError
-from draftline.provenance import canonical
+from draftline.provenance import canonical, replacing
 
 ROOT = "results/settings"
 RUN_FILE = "DRAFTLINE_RUN"
@@ -76,15 +77,14 @@ def file_digest(path: Path, cache: Path) -> str:
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
     known = cache / key
-    try:
-        return known.read_text()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        value = known.read_text()
+        if len(value) == 64:  # Else whoever wrote it was killed, or the disk was full.
+            return value
     with open(path, "rb") as file:
         value = hashlib.file_digest(file, "sha256").hexdigest()
-    try:
+    with contextlib.suppress(OSError):  # A read-only results folder costs time, not correctness.
         cache.mkdir(parents=True, exist_ok=True)
-        known.write_text(value)
-    except OSError:
-        pass  # A read-only results folder costs time, not correctness.
+        with replacing(known) as temporary:
+            temporary.write_text(value)
     return value

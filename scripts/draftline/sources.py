@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftline.digests import sampled_digest
+from draftline.digests import CODE, sampled_digest
 from draftline.settings import file_digest
 
 DIGESTS = Path("results/.resume/digests")
@@ -53,14 +53,17 @@ def bench(bench: Mapping[str, Any], workflow: Path, cache: Path) -> dict[str, st
 
 
 def target(target: Mapping[str, Any], workflow: Path, cache: Path) -> dict[str, str]:
-    """What identifies the target's files: small files and GGUF whole, safetensors shards by size, header and samples.
+    """What identifies the target's files: small files, trusted code and GGUF whole, safetensors shards by size, header and samples.
 
     Hub ids and packages are pinned by revision and SHA-256 in the config.
     """
     found = {}
     if "path" in target:
         folder = locate(target["path"], workflow)
-        files = sorted(path for pattern in SMALL_FILES for path in folder.glob(pattern))
+        patterns = (
+            (*SMALL_FILES, CODE) if target["trust_remote_code"] else SMALL_FILES
+        )  # Code that is not run is nothing.
+        files = sorted(path for pattern in patterns for path in folder.glob(pattern))
         found.update({path.name: file_digest(path, cache) for path in files})
         found.update({path.name: sampled_digest(path) for path in sorted(folder.glob("*.safetensors"))})
         found = found or {"target": ABSENT}

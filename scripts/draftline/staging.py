@@ -21,6 +21,7 @@ import psutil
 
 from draftline import memory, sources
 from draftline.checkpoint import Checkpoint, weights_sha256
+from draftline.digests import CODE
 from draftline.errors import DraftlineError
 from draftline.manifest import Manifest
 from draftline.progress import say
@@ -30,7 +31,7 @@ DIGITS = 16
 COPY = re.compile(f"[0-9a-f]{{{DIGITS}}}")
 LIST = "draftline-copy.json"
 """A copy's files: name -> [bytes, SHA-256]."""
-SMALL_FILES = (*sources.SMALL_FILES, "*.py")
+SMALL_FILES = (*sources.SMALL_FILES, CODE)
 """What a model folder has beside its weights that transformers or a server reads."""
 IN_MEMORY = ("tmpfs", "ramfs")
 BLOCK = 1 << 24
@@ -111,7 +112,10 @@ def _holders(lock: TextIO) -> str:
 
 
 def _whole(copy: Path, manifest: Manifest) -> bool:
-    """Whether the copy is complete and the manifest's, by its list, its files' sizes and samples of its weights."""
+    """Whether the copy is complete and the model as it is now: by its list, sizes, samples of its weights, and the small files.
+
+    A config beside the same weights may be another one by now. A source that is out of reach counts as unchanged.
+    """
     try:
         files = orjson.loads((copy / LIST).read_bytes())
     except (FileNotFoundError, orjson.JSONDecodeError):
@@ -119,6 +123,9 @@ def _whole(copy: Path, manifest: Manifest) -> bool:
     paths = {copy / name: size for name, (size, _) in files.items()}
     if not all(path.is_file() and path.stat().st_size == size for path, size in paths.items()):
         return False
+    for path in _small_files(Path(manifest.model)):
+        if path.name not in files or files[path.name][1] != hashlib.sha256(path.read_bytes()).hexdigest():
+            return False
     try:
         return weights_sha256(Checkpoint(copy)) == manifest.weights_sha256
     except DraftlineError:
@@ -154,8 +161,12 @@ def _copy(manifest: Manifest, copy: Path) -> None:
 def _needed(source: Checkpoint) -> Iterator[Path]:
     """The weight files that are in use, and the small files. A folder may hold the weights in other formats too."""
     yield from (source.folder / name for name in source.files)
+    yield from _small_files(source.folder)
+
+
+def _small_files(folder: Path) -> Iterator[Path]:
     for pattern in SMALL_FILES:
-        yield from sorted(source.folder.glob(pattern))
+        yield from sorted(folder.glob(pattern))
 
 
 def _copy_file(source: Path, place: Path) -> str:

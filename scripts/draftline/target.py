@@ -239,12 +239,9 @@ def write_heads(manifest: Manifest, checkpoint: Checkpoint, path: Path, record: 
 
 
 def write_tokenizer(tokenizer: "transformers.PreTrainedTokenizerBase", path: Path, record: provenance.Record) -> None:
-    """Write the fast tokenizer's own file with the record inside "model", where `tokenizers` ignores it."""
+    """Write the fast tokenizer's own file, without truncation and padding."""
     value = orjson.loads(tokenizer.backend_tokenizer.to_str())
-    value["truncation"] = value["padding"] = None
-    value["model"][provenance.KEY] = record
-    with provenance.replacing(path) as temporary:
-        temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE))
+    provenance.write_tokenizer(path, {**value, "truncation": None, "padding": None}, record)
 
 
 def _read_json(path: Path) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftline import packages
+from draftline.digests import CODE
 from draftline.errors import DraftlineError
 from draftline.progress import say
 from draftline.sources import locate
@@ -65,7 +66,7 @@ def _snapshot(target: Mapping[str, Any]) -> Path:
     from huggingface_hub import snapshot_download
 
     # Code is fetched only where the config trusts it.
-    files = [*HUB_FILES, "*.py"] if target["trust_remote_code"] else HUB_FILES
+    files = [*HUB_FILES, CODE] if target["trust_remote_code"] else HUB_FILES
     try:
         return Path(snapshot_download(target["hub"], revision=target["revision"], allow_patterns=files))
     except (OSError, ValueError) as error:

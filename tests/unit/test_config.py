@@ -66,6 +66,7 @@ def test_presets_are_right(preset):
         ("mask_gate.waive", [{"source": "x", "reason": "because it is so"}], "mask_gate.waive: x: no such source"),
         ("drafters.demo.checkpoints", [3], "drafters.demo.checkpoints: 3: there are only 2 segments"),
         ("drafters.demo.layer_types", ["full_attention"], "drafters.demo.layer_types: 1 entries for 2 layers"),
+        ("run.train_segment", {"gpus": 2}, "run.train_segment.gpus: 2: a segment trains on one GPU; set 1"),
         ("segments", 1000, "segments: 1000: drafter demo has only"),
         ("completions.engine", "sglang", "run.device: cpu: engine sglang works on GPUs that the job leases"),
         ("completions.engine", "openai", "engine.endpoints: empty, but the engine is openai"),
@@ -130,3 +131,15 @@ def test_further_flags_of_sglang_are_free():
 def test_a_missing_section_is_named():
     with pytest.raises(DraftlineError, match="drafters is missing"):
         checked(lambda config: config.pop("drafters"))
+
+
+@pytest.mark.parametrize("key", [7, True, None])
+@pytest.mark.parametrize("place", ["", "tokens", "drafters.demo"])
+def test_a_key_that_is_no_text_is_named(place, key):
+    def change(config):
+        for name in filter(None, place.split(".")):
+            config = config[name]
+        config[key] = 1
+
+    with pytest.raises(DraftlineError, match=f"config: {'.'.join(filter(None, [place, str(key)]))}: no such key"):
+        checked(change)

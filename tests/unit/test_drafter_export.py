@@ -1,5 +1,6 @@
 """Config, names and files of the released layout; what the export gate lets through and what it stops."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftline import provenance
 from draftline.drafter.config import DrafterConfig
 from draftline.drafter.export import export, keep_checkpoint
 from draftline.drafter.export_gate import check_export
@@ -229,6 +231,21 @@ def test_checkpoint_holds_its_config_and_the_exports_weights(exported):
     kept, served = load_drafter("results/weights.safetensors"), load_drafter(MODEL / "model.safetensors")
     assert kept.config == served.config
     assert all(torch.equal(tensor, served.state_dict()[name]) for name, tensor in kept.state_dict().items())
+
+
+def test_neither_export_nor_a_checkpoint_reads_the_optimizer(exported):
+    state = State.load(STATE)
+    weights = {name: tensor for name, tensor in state.tensors.items() if name.startswith("model.")}
+    assert len(weights) * 3 == len(state.tensors)
+    dataclasses.replace(state, tensors=weights).save(STATE, provenance.read(STATE))
+    served = load_file(MODEL / "model.safetensors")
+    run_export()
+    gate()
+    keep_checkpoint(STATE, "results/weights.safetensors", world.record("keep_checkpoint", "demo"))
+    for made in (load_file(MODEL / "model.safetensors"), load_file("results/weights.safetensors")):
+        assert all(torch.equal(tensor, made[name]) for name, tensor in served.items())
+    with pytest.raises(DraftlineError, match="no training state"):
+        State.load(STATE)
 
 
 def test_card_says_how_to_serve_and_what_it_was_trained_on(exported):

@@ -46,3 +46,14 @@ def test_a_digest_is_remembered_until_the_file_changes(tmp_path):
     assert settings.file_digest(path, tmp_path / "cache") == first
     path.write_text("two!")
     assert settings.file_digest(path, tmp_path / "cache") != first
+
+
+@pytest.mark.parametrize("left", ["", "ab12"])
+def test_a_digest_that_a_kill_left_half_written_is_made_again(tmp_path, left):
+    path = tmp_path / "x"
+    path.write_text("one")
+    digest = settings.file_digest(path, tmp_path / "cache")
+    (known,) = (tmp_path / "cache").iterdir()
+    known.write_text(left)
+    assert settings.file_digest(path, tmp_path / "cache") == digest
+    assert known.read_text() == digest

@@ -32,7 +32,7 @@ def export(
     `own_template` is the file that replaced the target's chat template, if one did. Raises DraftlineError for weights
     that are not finite.
     """
-    trained = State.load(state)
+    trained = State.load(state, moments=False)
     provenance.write_json(config, trained.config.to_json(), record)
     with provenance.replacing(card) as temporary:
         temporary.write_text(model_card(drafter, trained, manifest, own_template, record), encoding="utf-8")
@@ -43,7 +43,7 @@ def export(
 
 def keep_checkpoint(state: str, weights: str, record: provenance.Record) -> None:
     """state.safetensors -> weights.safetensors: the same tensors as an export at this point, with the config inside."""
-    trained = State.load(state)
+    trained = State.load(state, moments=False)
     facts = {"config": trained.config.to_json(), "states": trained.facts["states"]}
     provenance.write_safetensors(weights, served_weights(trained, state), record, facts)
 

@@ -56,15 +56,20 @@ class State:
         return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
     @classmethod
-    def load(cls, path: str | Path) -> "State":
-        """Read state.safetensors into memory. Raises DraftlineError with the path when it is missing, cut or foreign."""
+    def load(cls, path: str | Path, moments: bool = True) -> "State":
+        """Read state.safetensors into memory. Raises DraftlineError with the path when it is missing, cut or foreign.
+
+        Without `moments` the optimizer's tensors, two thirds of the file, are left out: nothing can be trained from there.
+        """
         provenance.read(path)
+        kinds = slice(None if moments else 1)
         with safe_open(path, framework="pt") as file:
             facts = file.metadata()
-            found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
+            names = [name for name in file.keys() if moments or not name.startswith(_MOMENTS)]  # noqa: SIM118 - no mapping
+            found = {name: file.get_tensor(name).clone() for name in names}
         try:
             config = DrafterConfig.from_json(orjson.loads(facts["config"]))
-            own = {key: found[key] for name in tensor_shapes(config) for key in state_names(name)}
+            own = {key: found[key] for name in tensor_shapes(config) for key in state_names(name)[kinds]}
             numbers: dict[str, int] = {name: orjson.loads(facts[name]) for name in _NUMBERS}
             rows, known = orjson.loads(facts["rows"]), orjson.loads(facts["facts"])
             return cls(config, **numbers, tensors=own, carried=_unpack(found), rows=rows, facts=known)
@@ -84,6 +89,7 @@ def state_names(parameter: str) -> tuple[str, str, str]:
     return f"model.{parameter}", f"exp_avg.{parameter}", f"exp_avg_sq.{parameter}"
 
 
+_MOMENTS = ("exp_avg.", "exp_avg_sq.")
 _NUMBERS = ("step", "total_steps", "visits", "taken")
 _CARRIED = ("features", "input_ids", "loss_mask")
 
