@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import filelock
 import pytest
 import yaml
+
+from hold import Hold
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -91,6 +94,14 @@ def made_target(target: dict[str, Any]) -> MadeTarget:
         if time.time() - other.parent.stat().st_mtime > 86400:
             shutil.rmtree(other.parent, ignore_errors=True)
     return MadeTarget(place / "target", Manifest.load(place / "target" / "manifest.json"))
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Iterator[Hold]:
+    """Where the test's scripts wait; none does when it is over."""
+    hold = Hold(tmp_path / "hold")
+    yield hold
+    hold.release_all()
 
 
 @pytest.fixture(scope="session")

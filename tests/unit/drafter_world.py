@@ -1,10 +1,9 @@
 """A training small enough for tests: real artifacts of a made-up target, and the segments that a workflow would run.
 
-Run as a program it trains one segment in a folder made by `build`: what the tests kill.
+Run as a program it trains one segment in a folder made by `build`, with a checkpoint after each step: what a test kills.
 """
 
-import json
-import sys
+import math
 from pathlib import Path
 
 import pyarrow as pa
@@ -169,5 +168,5 @@ def train(segments, segment, save_every=60.0, device="cpu", gpus=0, **changes):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print("ready", flush=True)
-    train(1, 1, save_every=0.0, **json.loads(sys.argv[1]))
+    training.SAVE_SHARE = math.inf
+    train(1, 1, save_every=0.0)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -298,13 +297,13 @@ def test_an_evaluation_set_is_completed_greedily():
     assert (config["thinking"], config["max_new_tokens"]) == (1, 24)
 
 
-def command(target, place, rows, config=CONFIG):
+def command(target, place, rows):
     """Command line of scripts/completions.py in `place`, for a shard with `rows`."""
     import pyarrow
 
     record = {"rule": "prompts", "id": "p", "settings": "s", "inputs": {}}
     provenance.write_parquet(place / "prompts.parquet", pyarrow.Table.from_pylist(rows), record)
-    values = {"rule": "completions", "config": {"completions": config}, "code": fingerprint("completions")}
+    values = {"rule": "completions", "config": {"completions": CONFIG}, "code": fingerprint("completions")}
     return [
         *(sys.executable, SCRIPTS / "completions.py", "--settings", settings.write(values, place / "settings")),
         *("--run", json.dumps({**RUN, "batch": 2}), "--threads", "1"),
@@ -317,25 +316,23 @@ def stored(place):
     return sum(path.read_bytes().count(b"\n") for path in (place / "results/.resume/rows").glob("*/*/*.jsonl"))
 
 
-def test_a_killed_job_goes_on_where_it_was_and_ends_as_an_undisturbed_one(asked, chat, tiny_target, tmp_path):
+def test_a_killed_job_goes_on_where_it_was_and_ends_as_an_undisturbed_one(asked, chat, tiny_target, tmp_path, hold):
+    """It is killed when it would store its fourth row, where it waits for that."""
     place = tmp_path / "job"
     place.mkdir()
-    config = {**CONFIG, "max_new_tokens": 200}
-    line = command(tiny_target, place, ROWS, config)
-    job = subprocess.Popen(line, cwd=place, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while stored(place) < 3 and job.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    line = command(tiny_target, place, ROWS)
+    hold.at("completions", "draftline.rows", "RowStore.add", 4)
+    job = subprocess.Popen(line, cwd=place, env=hold.environment, stderr=subprocess.DEVNULL)
+    hold.held("completions")
     job.send_signal(signal.SIGKILL)
     assert job.wait() == -signal.SIGKILL
-    finished = stored(place)
-    assert 3 <= finished < len(ROWS)
+    assert stored(place) == 3
     assert not (place / "0000.parquet").exists()
     again = subprocess.run(line, cwd=place, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    assert f"{finished} of 16 rows are in the store" in again.stderr
+    assert "3 of 16 rows are in the store" in again.stderr
     assert stored(place) == len(ROWS)
-    undisturbed = complete(ROWS, chat, tiny_target.manifest, config, RUN)
+    undisturbed = complete(ROWS, chat, tiny_target.manifest, CONFIG, RUN)
     table = provenance.read_parquet(place / "0000.parquet")
     assert table.to_pylist() == undisturbed.to_pylist()
     facts = {

@@ -2,13 +2,11 @@
 
 import functools
 import itertools
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,28 +72,27 @@ def test_three_segments_equal_one_bit_for_bit(run):
     assert not list(Path("results/.resume/train").rglob("*.safetensors"))
 
 
-def test_a_killed_and_resumed_run_equals_an_undisturbed_one(run):
-    changes = {"epochs": 48}  # long enough to be killed on the way
-    undisturbed = world.train(1, 1, **changes)
+def test_a_killed_and_resumed_run_equals_an_undisturbed_one(run, hold):
+    """A checkpoint after each step; the kill comes in the middle of the eleventh, at which the program waits for it."""
+    undisturbed = world.train(1, 1)
     expected, rows = tensors(undisturbed), metrics(undisturbed)
     shutil.rmtree(undisturbed)
     checkpoint = Path("results/.resume/train/demo/1") / world.record("train_segment", str(undisturbed))["id"]
-    command = [sys.executable, world.__file__, json.dumps(changes)]
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE)
-    wait_for(process, lambda: step_of(checkpoint) >= 10)
+    hold.at("drafter_world", "draftline.drafter.train", "Trainer.train", 11)
+    path = os.pathsep.join([hold.environment["PYTHONPATH"], *filter(None, sys.path)])
+    process = subprocess.Popen([sys.executable, world.__file__], env={**hold.environment, "PYTHONPATH": path})
+    hold.held("drafter_world")
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    reached = step_of(checkpoint)
-    assert 10 <= reached < len(rows)
+    assert State.load(checkpoint / "state.safetensors").step == 10
     assert not (undisturbed / "state.safetensors").exists()
 
     seen = []
     train = Trainer.train
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train", lambda self, samples: seen.append(self.step) or train(self, samples))
-        resumed = world.train(1, 1, **changes)
-    assert seen[0] == reached
+        resumed = world.train(1, 1)
+    assert seen[0] == 10
     assert metrics(resumed) == rows
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(resumed).items())
     assert not checkpoint.exists()
@@ -135,19 +132,6 @@ def test_a_sigterm_is_answered_with_a_checkpoint_of_the_step_in_hand(run, monkey
     resumed = world.train(1, 1)
     assert metrics(resumed) == rows
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(resumed).items())
-
-
-def step_of(checkpoint):
-    path = checkpoint / "state.safetensors"
-    return State.load(path).step if path.exists() else 0
-
-
-def wait_for(process, condition):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.stderr.read().decode()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_training_lowers_the_loss(run):

@@ -16,6 +16,7 @@ import supervisor
 from tiny_run import Run
 
 import unlock
+from hold import Hold
 
 PART = "results/hidden_states/0000/0000.safetensors"
 TOKENS = "results/tokens/0000.parquet"
@@ -65,20 +66,19 @@ class World:
             self.command(*(arguments or [PART])), cwd=self.run.folder, capture_output=True, text=True, check=False
         )
 
-    def open_window(self) -> subprocess.Popen[str]:
-        """A window in another process, with its job at work."""
-        log = self.run.folder / "results/logs/hidden_states/0000-0000.log"
-        log.unlink(missing_ok=True)
+    def open_window(self, hold: Hold) -> subprocess.Popen[str]:
+        """A window in another process, with its job in the midst of its work, where it waits for a signal."""
+        hold.at("hidden_states", "draftline.states_writer", "StatesWriter.put", 3)
         process = subprocess.Popen(
             self.command(PART),
             cwd=self.run.folder,
+            env=hold.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # The tests may run under nohup.
         )
-        until(lambda: log.exists() or process.poll() is not None, "the window's job")
-        assert process.poll() is None, process.communicate()[0]
+        hold.held("hidden_states")
         assert not supervisor.healthy(self.folder)
         return process
 
@@ -168,8 +168,8 @@ def test_the_service_is_up_again_after_a_job_failed(world: World) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_service_is_up_again_after_a_signal(world: World, number: signal.Signals) -> None:
-    process = world.open_window()
+def test_the_service_is_up_again_after_a_signal(world: World, hold: Hold, number: signal.Signals) -> None:
+    process = world.open_window(hold)
     while process.poll() is None and (world.run.folder / STATE).exists():  # Impatience changes nothing.
         process.send_signal(number)
         time.sleep(0.1)
@@ -180,16 +180,14 @@ def test_the_service_is_up_again_after_a_signal(world: World, number: signal.Sig
     assert not list((world.run.folder / ".snakemake/locks").glob("*.lock"))
 
 
-def test_the_next_call_after_a_sigkill_restores_the_service_first(world: World) -> None:
-    process = world.open_window()
-    (job,) = world.run.working("hidden_states")
+def test_the_next_call_after_a_sigkill_restores_the_service_first(world: World, hold: Hold) -> None:
+    process = world.open_window(hold)
     process.kill()
     process.wait()
-    job.suspend()  # So that it does not end while nobody waits for it.
     assert not supervisor.healthy(world.folder)
     reminder = world.run.snakemake("-n", TOKENS).stderr
     assert "its service is still stopped" in reminder
-    job.resume()
+    assert world.run.working("hidden_states")
     done = world.window()
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.index(f"process {process.pid} was killed") < done.stdout.index("stopping the service")
@@ -199,11 +197,11 @@ def test_the_next_call_after_a_sigkill_restores_the_service_first(world: World) 
 
 
 def test_a_stop_that_outlives_its_killed_window_is_awaited_before_the_start(world: World) -> None:
-    go = world.folder / "go"
-    world.config["stop"] = f"while ! test -e '{go}'; do sleep 0.1; done; {world.verb('stop')}"
+    begun, go = world.folder / "begun", world.folder / "go"
+    world.config["stop"] = f"touch '{begun}'; while ! test -e '{go}'; do sleep 0.1; done; {world.verb('stop')}"
     world.write()
     process = subprocess.Popen(world.command(PART), cwd=world.run.folder, stdout=subprocess.DEVNULL)
-    until((world.run.folder / STATE).exists, "the stop")
+    until(begun.exists, "the stop")
     process.kill()
     process.wait()
     restore = subprocess.Popen(world.command("--restore"), cwd=world.run.folder, stdout=subprocess.PIPE, text=True)
@@ -227,8 +225,8 @@ def test_a_leftover_of_the_service_is_ended_before_the_jobs_run(world: World) ->
     assert not worker.is_running()
 
 
-def test_a_second_window_is_refused_by_the_first_ones_process(world: World) -> None:
-    process = world.open_window()
+def test_a_second_window_is_refused_by_the_first_ones_process(world: World, hold: Hold) -> None:
+    process = world.open_window(hold)
     try:
         second = world.window()
         assert second.returncode == 1

@@ -147,18 +147,20 @@ def test_another_number_of_shards_generates_no_row(run):
     assert stored_rows(run) == before
 
 
-def test_a_change_while_a_job_runs_is_seen_afterwards(run):
+def test_a_change_while_a_job_runs_is_seen_afterwards(run, hold):
     """A job that began before the change finishes with the old settings in its header, and is made again after."""
     target = "results/drafters/small/segments/1/metrics.parquet"
     for path in (run.folder / "results/drafters").rglob("*.*"):
         path.unlink()
-    started = subprocess.Popen(run.command(target), cwd=run.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    log = run.folder / "results/logs/train_segment/small-1.log"
-    log.unlink(missing_ok=True)
-    while not log.exists():
-        time.sleep(0.05)
+    hold.at("train_segment", "draftline.drafter.train", "Trainer.train")
+    started = subprocess.Popen(
+        run.command(target), cwd=run.folder, env=hold.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    hold.held("train_segment")
     run.edit(*LR)
-    started.communicate()
+    hold.release("train_segment")
+    output, _ = started.communicate()
+    assert started.returncode == 0, output.decode()
     assert (run.folder / target).exists()
     assert run.pending(target).get("train_segment") == 1
 
