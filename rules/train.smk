@@ -82,7 +82,6 @@ rule keep_checkpoint:
         "results/logs/keep_checkpoint/{drafter}-{segment}.log",
     benchmark:
         "results/benchmarks/keep_checkpoint/{drafter}-{segment}.tsv"
-    localrule: on_submit_host("keep_checkpoint")
     conda:
         "../envs/cpu.yaml"
     threads: 1
@@ -109,7 +108,6 @@ rule export:
         "results/logs/export/{drafter}.log",
     benchmark:
         "results/benchmarks/export/{drafter}.tsv"
-    localrule: on_submit_host("export")
     conda:
         "../envs/cpu.yaml"
     threads: 1
@@ -137,7 +135,6 @@ rule export_gate:
         "results/logs/export_gate/{drafter}.log",
     benchmark:
         "results/benchmarks/export_gate/{drafter}.tsv"
-    localrule: on_submit_host("export_gate")
     conda:
         "../envs/cpu.yaml"
     threads: 1

@@ -64,6 +64,7 @@ RESOURCES: dict[str, dict[str, int]] = {
     "hidden_states": {"gpus": 1, "mem_mb": 8000, "runtime": 720, "disk_mb": 100000},
     "train_segment": {"gpus": 1, "mem_mb": 12000, "runtime": 1440, "disk_mb": 100000},
     "evaluate": {"gpus": 1, "mem_mb": 8000, "runtime": 240, "disk_mb": 1000},
+    "export": {"gpus": 0, "mem_mb": 4000, "runtime": 60, "disk_mb": 4000},
 }
 KIND_OF_WORK = {
     "canary": "completions",
@@ -76,8 +77,11 @@ KIND_OF_WORK = {
     "train_segment": "train_segment",
     "evaluate": "evaluate",
     "evaluate_baseline": "evaluate",
+    "export": "export",
+    "export_gate": "export",
+    "keep_checkpoint": "export",
 }
-"""Rules that share `run.{kind}` of the config; all others are light and run on the CPU."""
+"""Rules that share `run.{kind}` of the config; all others are light."""
 NO_GPU_ENGINES = ("openai", "dataset")
 """Engines that answer without a model in the job."""
 MEASURED = {
@@ -124,6 +128,16 @@ def settings_name(rule: str, entry: str | None) -> str:
 
 
 SIGNATURE = inspect.signature(lambda wildcards: None)
+
+
+def kind_of_work(rule: str) -> str:
+    """The key of section `run` that says what a rule's jobs need."""
+    return KIND_OF_WORK.get(rule, "light")
+
+
+def may_use_gpus(rule: str) -> bool:
+    """Whether a rule's jobs compute on GPUs where the config has them do so."""
+    return RESOURCES[kind_of_work(rule)]["gpus"] > 0
 
 
 class Wildcards(dict):  # type: ignore[type-arg]
@@ -371,11 +385,11 @@ class Plan:
 
         `entry` is the engine benchmark that they are for.
         """
-        kind = KIND_OF_WORK.get(rule)
+        kind = kind_of_work(rule)
         options: dict[str, Any] = {"device": self._device(rule, entry)}
         if options["device"] == "cuda":
             options |= {"gpus": self.resource(rule, "gpus", entry=entry), "preflight": self.config["run"]["preflight"]}
-        if kind and "batch" in self.config["run"][kind]:
+        if "batch" in self.config["run"][kind]:
             options["batch"] = self.config["run"][kind]["batch"]
         if kind == "completions":
             options["engine"] = self._asked(rule, entry)[1]
@@ -396,9 +410,8 @@ class Plan:
 
     def _device(self, rule: str, entry: str | None = None) -> str:
         """``cpu``, or ``cuda`` where a job of the rule works with a model on a GPU. The canary looks at hidden states."""
-        kind = KIND_OF_WORK.get(rule)
-        answers = kind == "completions" and rule != "canary"
-        without = kind is None or (answers and self._asked(rule, entry)[0] in NO_GPU_ENGINES)
+        answers = kind_of_work(rule) == "completions" and rule != "canary"
+        without = not may_use_gpus(rule) or (answers and self._asked(rule, entry)[0] in NO_GPU_ENGINES)
         return "cpu" if without else str(self.config["run"]["device"])
 
     def resource(self, rule: str, name: str, attempt: int = 1, entry: str | None = None) -> int:
@@ -407,7 +420,7 @@ class Plan:
         Memory (`mem_mb`) and time (`runtime`, minutes) grow with the attempt, up to `run.limits`: SLURM lets a job that asks
         for more time than its partition allows wait for ever. The first attempt gets what it asks for.
         """
-        kind, run = KIND_OF_WORK.get(rule, "light"), self.config["run"]
+        kind, run = kind_of_work(rule), self.config["run"]
         if name == "gpus" and self._device(rule, entry) == "cpu":
             return 0
         if name == "gpus" and kind == "completions":
@@ -420,17 +433,17 @@ class Plan:
     def needs(self, rule: str) -> dict[str, Any]:
         """A rule's resources as Snakemake takes them: on a cluster functions of the attempt where they grow with it.
 
-        Only rules that work with a model have `gpu`, and only on a cluster there is `slurm_extra`: each resource costs time
+        Only rules that may compute on a GPU have `gpu`, and only on a cluster there is `slurm_extra`: each resource costs time
         in a dry run of ten thousand jobs.
         """
         amounts: dict[str, Any] = {name: self.resource(rule, name) for name in ("mem_mb", "runtime", "disk_mb")}
         if rule == "engine_benchmark":
             amounts["gpu"] = lambda wildcards: self.resource(rule, "gpus", entry=wildcards.name)
-        elif rule in KIND_OF_WORK:
+        elif may_use_gpus(rule):
             amounts["gpu"] = self.resource(rule, "gpus")
         if self.cluster:
             amounts |= {name: self._growing(rule, name) for name in GROWING}
-            if rule in KIND_OF_WORK:
+            if may_use_gpus(rule):
                 amounts["slurm_extra"] = lambda wildcards, attempt: slurm.extra_options(
                     rule, self.resource(rule, "runtime", attempt)
                 )

@@ -11,7 +11,7 @@ from draftline.errors import DraftlineError
 
 def a_plan(monkeypatch, tmp_path, run: dict) -> plan.Plan:
     """A plan as a job sees it, with the given `run`."""
-    run = {"device": "cuda", "light": {}, "completions": {}, "limits": {"runtime": 1440}, **run}
+    run = {"device": "cuda", "light": {}, "completions": {}, "export": {}, "limits": {"runtime": 1440}, **run}
     config = {"run": run, "completions": {"engine": "transformers"}, "engine": {}}
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"config": config, "settings": {}}))
@@ -38,7 +38,15 @@ def test_only_rules_with_a_model_ask_for_gpus_and_are_submitted_with_more_option
     a = a_plan(monkeypatch, tmp_path, {"hidden_states": {"gpus": 2}})
     assert a.needs("hidden_states")["gpu"] == 2
     assert a.needs("hidden_states")["slurm_extra"]({}, 1) == ""
-    assert not {"gpu", "slurm_extra"} & a.needs("tokens").keys()
+    for rule in ("tokens", "export", "export_gate", "keep_checkpoint"):
+        assert not {"gpu", "slurm_extra"} & a.needs(rule).keys()
+        assert a.run_options(rule)["device"] == "cpu"
+
+
+def test_exports_get_the_memory_that_the_config_gives_them(monkeypatch, tmp_path):
+    a = a_plan(monkeypatch, tmp_path, {"export": {"mem_mb": 32000}})
+    assert [a.resource(rule, "mem_mb") for rule in ("export", "export_gate", "keep_checkpoint")] == [32000] * 3
+    assert a.resource("tokens", "mem_mb") == plan.RESOURCES["light"]["mem_mb"]
 
 
 def test_a_job_without_its_run_file_refuses(monkeypatch, tmp_path):
