@@ -39,6 +39,14 @@ from draftline.writing import claim
 
 log = logging.getLogger("draftline")
 
+MEMORY = {
+    **dict.fromkeys(("canary", "completions", "bench_completions", "engine_benchmark"), "run.completions.batch"),
+    **dict.fromkeys(("hidden_states", "hidden_states_gate", "bench_hidden_states"), "run.hidden_states.batch"),
+    **dict.fromkeys(("evaluate", "evaluate_baseline"), "run.evaluate.batch"),
+    "train_segment": "the drafter's anchors",
+}
+"""What of the config decides on a job's memory besides the models' sizes."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -139,10 +147,11 @@ class Command:
             _fail(terminal, f"{self.rule}: {error}")
         except OSError as error:
             _fail(terminal, f"{self.rule}: {_system_error(error)}")
-        except MemoryError:
-            _fail(terminal, f"{self.rule}: out of memory; give the job more (mem_mb) or lower run.{self.rule}'s batch")
         except Exception as error:  # noqa: BLE001 - a defect of ours: the trace belongs in the log, not in the user's way
             traceback.print_exc()
+            if remedy := _more_memory(error):
+                less = f", or lower {MEMORY[self.rule]}" if self.rule in MEMORY else ""
+                _fail(terminal, f"{self.rule}: out of memory; give the job {remedy}{less}")
             where = f"; the trace is in {log_path}" if log_path else ""
             _fail(terminal, f"{self.rule}: internal error, {type(error).__name__}: {error}{where}")
         sys.stdout.flush()
@@ -227,6 +236,15 @@ def _fail(terminal: Any, message: str) -> NoReturn:
     if terminal is not None:
         print(message, file=terminal, flush=True)
     sys.exit(1)
+
+
+def _more_memory(error: Exception) -> str | None:
+    """What a job lacks, if `error` says that memory is used up. torch, which says it in its own way, is not imported for this."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return "a GPU with more"
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return "more (mem_mb)"
+    return None
 
 
 def _system_error(error: OSError) -> str:

@@ -90,7 +90,9 @@ def test_an_edited_settings_file_is_refused(run):
     [
         ('raise DraftlineError("config: x: 1: wrong; mend it")', "report: config: x: 1: wrong; mend it"),
         ("import errno; raise OSError(errno.ENOSPC, 'full', 'results/out.json')", "results/out.json: the disk is full"),
-        ("raise MemoryError", "out of memory"),
+        ("raise MemoryError", "report: out of memory; give the job more (mem_mb)"),
+        ("import torch; torch.empty(10**18)", "report: out of memory; give the job more (mem_mb)"),
+        ("import torch; raise torch.OutOfMemoryError('CUDA')", "report: out of memory; give the job a GPU with more"),
         ("1 / 0", "internal error, ZeroDivisionError: division by zero; the trace is in logs/out.log"),
     ],
 )
