@@ -68,7 +68,7 @@ rule evaluate_baseline:
         settings=settings("evaluate_baseline"),
         manifest=artifact("results/target/manifest.json"),
         heads=artifact("results/target/heads.safetensors"),
-        tokens=artifact(*TOKENS),
+        tokens=artifacts(lambda wildcards: TOKENS if wildcards.baseline == "unigram" else []),
         completions=artifact("results/benches/{bench}/completions.parquet"),
         states=artifact("results/benches/{bench}/hidden_states.safetensors"),
     output:

@@ -35,7 +35,10 @@ def evaluate_baseline(
     config: Mapping[str, Any],
     run: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Evaluate ``untrained`` or ``unigram`` in the shape of ``config["drafter"]``. `config` is the rule's settings slice."""
+    """Evaluate ``untrained`` or ``unigram`` in the shape of ``config["drafter"]``. `config` is the rule's settings slice.
+
+    The labels of `tokens` are what ``unigram`` counts; ``untrained`` needs none.
+    """
     target, shape = Manifest.load(manifest), config["drafter"]
     bench = Bench(completions, states, target)
     proposer: Proposer

@@ -524,7 +524,7 @@ class Plan:
             STALE.write_text(json.dumps(stale, indent=1), encoding="utf-8")
 
     def _run_record(self, path: str) -> Path | None:
-        """Where the job that made `path` noted its time, if that note is of this very artifact."""
+        """Where the last job that made `path` noted its time."""
         maker, wildcards = self._maker(path)
         log = Path(_plain(maker.rule.log[0]).format(**wildcards)).with_suffix(".run.json")
         return log if log.exists() else None
