@@ -83,8 +83,10 @@ class Machine:
         self.jobs: list[Job] = []
 
     def show(self, *lines: str) -> None:
-        """Replace what NVML shows."""
-        self.state.write_text("".join(f"{line}\n" for line in lines))
+        """Replace what NVML shows, at once: a job may look at any time."""
+        new = self.state.with_suffix(".new")
+        new.write_text("".join(f"{line}\n" for line in lines))
+        new.replace(self.state)
 
     def job(
         self, wanted: int = 1, given: int | None = None, patience: float = 0, first: str = "", then: str = "", **how

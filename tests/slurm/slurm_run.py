@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "workflow"))
 
 from tiny_run import Run, make_run
 
+from hold import Hold
+
 
 class SlurmRun(Run):
     """A copy of the workflow whose GPU rules ask for one GPU each, though they compute on the CPU."""
@@ -18,12 +20,16 @@ class SlurmRun(Run):
         super().__init__(folder)
         self.started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Snakemake with the profile, in the background; its output goes to run.log."""
+    def start(self, *arguments: str, hold: Hold | None = None) -> subprocess.Popen[bytes]:
+        """Snakemake with the profile, in the background; its output goes to run.log. Its jobs wait where `hold` says."""
         command = [sys.executable, "-m", "snakemake", *arguments, "--configfile", "tiny.yaml"]
         with open(self.folder / "run.log", "ab") as log:
             snakemake = subprocess.Popen(
-                [*command, "--workflow-profile", "profiles/slurm"], cwd=self.folder, stdout=log, stderr=log
+                [*command, "--workflow-profile", "profiles/slurm"],
+                cwd=self.folder,
+                env=hold and hold.environment,
+                stdout=log,
+                stderr=log,
             )
         self.started.append(snakemake)
         return snakemake

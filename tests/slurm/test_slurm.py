@@ -71,12 +71,12 @@ def end(run: SlurmRun) -> None:
         subprocess.run(["scontrol", "update", f"partition={partition}", "state=UP"], check=True)
 
 
-def hold(partition: str = "gpu") -> None:
+def partition_down(partition: str = "gpu") -> None:
     """Let jobs wait in the queue."""
     subprocess.run(["scontrol", "update", f"partition={partition}", "state=DOWN"], check=True)
 
 
-def release(partition: str = "gpu") -> None:
+def partition_up(partition: str = "gpu") -> None:
     subprocess.run(["scontrol", "update", f"partition={partition}", "state=UP"], check=True)
 
 
@@ -91,27 +91,28 @@ def gpus_in_use() -> list[tuple[str, str]]:
     return found
 
 
-def test_gpus_are_never_shared_and_a_cancelled_job_is_started_again(run):
+def test_gpus_are_never_shared_and_a_cancelled_job_is_started_again(run, hold):
     """Six jobs for four GPUs, all in the queue at once; one is cancelled while it runs."""
     run.edit("tiny.yaml", "shards: 1", "shards: 6")
     run.snakemake("results/gates/canary.json")
     targets = [f"results/completions/{shard:04d}.parquet" for shard in range(6)]
-    hold()
-    snakemake = run.start(*targets)
+    partition_down()
+    hold.at("completions", "draftline.provenance", "write_parquet")
+    snakemake = run.start(*targets, hold=hold)
     run.until_jobs(6, "PENDING")
-    release()
-    most, waited, cancelled = 0, False, False
+    partition_up()
+    hold.held("completions", 4)
+    until(lambda: "Resources" in slurm("squeue", "-h", "--states=PENDING", "--format=%r"), "the others wait for a GPU")
+    used = gpus_in_use()
+    assert len(used) == len(set(used)) == 4
+    subprocess.run(["scancel", run.jobs("RUNNING")[-1][0]], check=True)
+    run.until_jobs(1, "CANCELLED")
+    hold.release("completions")
     while snakemake.poll() is None:
         used = gpus_in_use()
         assert max(Counter(used).values(), default=0) <= 1, used
-        most = max(most, len(used))
-        waited |= len(used) == 4 and "Resources" in slurm("squeue", "-h", "--states=PENDING", "--format=%r")
-        if len(used) == 4 and not cancelled:
-            subprocess.run(["scancel", run.jobs("RUNNING")[-1][0]], check=True)
-            cancelled = True
         time.sleep(0.3)
     assert snakemake.returncode == 0, run.log()
-    assert (most, waited, cancelled) == (4, True, True)
     assert len(run.jobs("CANCELLED")) == 1
     assert Counter(what for _, _, what in run.jobs("COMPLETED")) == {
         f"rule_completions_wildcards_{shard:04d}": 1 for shard in range(6)
@@ -120,11 +121,16 @@ def test_gpus_are_never_shared_and_a_cancelled_job_is_started_again(run):
         assert provenance.read(run.folder / target)["rule"] == "completions"
 
 
-def test_a_job_that_lacked_memory_gets_more(run):
-    """120 MB do not hold Snakemake for a second; each further try has as much again."""
+def test_a_job_that_lacked_memory_gets_more(run, hold):
+    """120 MB do not hold Snakemake and a command that waits for SLURM to see it; each further try has as much again."""
     run.edit("tiny.yaml", "run:\n", "run:\n  light: {where: jobs, mem_mb: 120}\n")
     (run.folder / "results/tokens/0000.parquet").unlink()
-    run.finish(run.start("results/tokens/0000.parquet"))
+    hold.at("tokens", "draftline.provenance", "write_parquet")
+    snakemake = run.start("results/tokens/0000.parquet", hold=hold)
+    living = ("PENDING", "RUNNING", "COMPLETING")
+    until(lambda: [job for job in run.jobs() if job[1] not in living], "the first try has ended")
+    hold.release("tokens")
+    run.finish(snakemake)
     jobs = run.jobs()
     assert [state for _, state, _ in jobs[-1:]] == ["COMPLETED"]
     assert len(jobs) > 1
@@ -155,11 +161,11 @@ def test_a_job_that_waited_does_what_was_planned_or_nothing(run):
     ):
         target.unlink(missing_ok=True)
         before = (run.folder / path).read_text()
-        hold("cpu")
+        partition_down("cpu")
         snakemake = run.start("results/tokens/0000.parquet", "--retries", "0")
         run.until_jobs(1, "PENDING")
         run.edit(path, old, new)
-        release("cpu")
+        partition_up("cpu")
         if path == "tiny.yaml":
             run.finish(snakemake)
             assert provenance.read(target)["settings"] == planned
@@ -172,48 +178,52 @@ def test_a_job_that_waited_does_what_was_planned_or_nothing(run):
             assert "tokens: scripts/: the code of tokens changed after this run was planned" in slurm_log(run, job)
 
 
-def test_training_saves_on_sigterm_and_the_retry_goes_on(run):
-    """As at the time limit and at preemption, where SLURM sends the same signal to the same processes."""
-    run.edit("tiny.yaml", "epochs: 2,", "epochs: 300,")
+def test_training_saves_on_sigterm_and_the_retry_goes_on(run, hold):
+    """As at the time limit and at preemption, where SLURM sends the same signal to the same processes.
+
+    It comes in the middle of the fifth step, which waits for it.
+    """
     reference = SlurmRun(run.copy(run.folder.with_name("reference")).folder)
     for path in (run, reference):
         subprocess.run(["rm", "-r", path.folder / "results/drafters"], check=True)
     state = "results/drafters/small/segments/1/state.safetensors"
-    log = run.folder / "results/logs/train_segment/small-1.log"
-    log.unlink()
-    snakemake = run.start(state)
-    until(lambda: "training: " in text(log), "training has begun")
+    hold.at("train_segment", "draftline.drafter.train", "Trainer.train", 5)
+    snakemake = run.start(state, hold=hold)
+    hold.held("train_segment")
     (job, _, _) = run.jobs("RUNNING")[0]
     subprocess.run(["scancel", "--signal=TERM", job], check=True)
-    until(lambda: "stopped by SIGTERM" in text(log), "training has stopped")
-    step = re.search(r"stopped by SIGTERM .* after step (\d+) of", text(log))[1]
-    until(lambda: f"state.safetensors: step {step} of" in text(log), "the retry went on from the saved step")
+    until(lambda: "stopped by SIGTERM" in slurm_log(run, job), "training has stopped")
+    hold.release("train_segment")
+    assert "after step 5 of" in slurm_log(run, job)
     run.finish(snakemake)
+    assert "state.safetensors: step 5 of" in text(run.folder / "results/logs/train_segment/small-1.log")
     reference.snakemake(state)
     for path in (state, "results/drafters/small/segments/1/metrics.parquet"):
         assert (run.folder / path).read_bytes() == (reference.folder / path).read_bytes(), path
 
 
-def test_a_job_that_is_killed_a_slurmd_that_is_killed_and_a_snakemake_that_is_killed(box, fresh, finished):
+def test_a_job_that_is_killed_a_slurmd_that_is_killed_and_a_snakemake_that_is_killed(box, fresh, finished, hold):
     """No artifact is lost, none computed twice, none torn; all end as in an undisturbed local run."""
     target = "results/drafters/small/segments/2/state.safetensors"
-    snakemake = fresh.start(target)
+    hold.at("canary", "draftline.provenance", "write_json")
+    hold.at("completions", "draftline.rows", "RowStore.add", 4)
+    hold.at("hidden_states", "draftline.states_writer", "StatesWriter.put", 3)
+    snakemake = fresh.start(target, hold=hold)
 
-    until(lambda: fresh.working("canary"), "the canary works")
-    fresh.working("canary")[0].kill()
+    (canary,) = hold.held("canary")
+    hold.release("canary")  # For the next one.
+    canary.kill()
 
-    until(lambda: fresh.working("completions"), "completions are made")
+    hold.held("completions")
     node = slurm("squeue", "-h", "--states=RUNNING", "--format=%N")
     box.kill_node(node)
     time.sleep(2)
     box.start_node(node)
+    hold.release("completions")
 
-    until(lambda: fresh.working("hidden_states"), "hidden states are made")
+    hold.held("hidden_states")
     snakemake.send_signal(signal.SIGKILL)
     snakemake.wait()
-    left = fresh.working("hidden_states")
-    for job in left:
-        job.suspend()  # So that it does not end before the next run looks.
     assert fresh.jobs("RUNNING", "COMPLETING")
     dry = fresh.snakemake("-n", target)
     assert "Error: Directory cannot be locked" in dry.stdout + dry.stderr
@@ -222,8 +232,7 @@ def test_a_job_that_is_killed_a_slurmd_that_is_killed_and_a_snakemake_that_is_ki
     until(
         lambda: "waiting for SLURM jobs of a killed run" in fresh.log(), "the next run waits for the killed one's jobs"
     )
-    for job in left:
-        job.resume()
+    hold.release("hidden_states")
     fresh.finish(again)
 
     completed = Counter(what for _, _, what in fresh.jobs("COMPLETED"))
@@ -243,7 +252,7 @@ def test_queued_jobs_of_a_killed_run_are_cancelled(run):
     elsewhere = ["-J", "draftline_elsewhere", "-D", str(run.folder.parent), "-o", "/dev/null", "--wrap", "true"]
     other = slurm("sbatch", "--parsable", "--hold", *elsewhere)
     (run.folder / target).unlink()
-    hold()
+    partition_down()
     snakemake = run.start(target)
     old = {job for job, _, _ in run.until_jobs(1, "PENDING")}
     snakemake.send_signal(signal.SIGKILL)
@@ -253,7 +262,7 @@ def test_queued_jobs_of_a_killed_run_are_cancelled(run):
     assert {job for job, _, _ in run.jobs("PENDING")} == old
     again = run.start(target)
     until(lambda: {job for job, _, _ in run.jobs("CANCELLED")} == old, "the old jobs are cancelled")
-    release()
+    partition_up()
     run.finish(again)
     assert len(run.jobs("COMPLETED")) == 1
     assert slurm("squeue", "-h", "-j", other, "--format=%T") == "PENDING"

@@ -103,7 +103,7 @@ def test_what_a_killed_job_left_on_its_gpu_is_named(machine: Machine) -> None:
     first = machine.job(then="print('server', subprocess.Popen([sys.executable, '-c', 'input()']).pid)")
     server = int(first.read("server"))
     first.devices()
-    os.kill(first.process.pid, signal.SIGKILL)
+    first.end()
     machine.show(gpu(0, 40 * GIB), f"compute {server} {40 * GIB}")
     try:
         assert f"GPU 0 is held by process {server} ({sys.executable} -c input()), 40.0 GiB" in machine.job().refusal()

@@ -152,7 +152,12 @@ def test_sigkill_of_the_job_mid_shard_then_a_second_call(place, tiny_target):
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
 def test_a_job_that_is_asked_to_end_ends_its_server_first(place, tiny_target, how, status):
     line = command(tiny_target, place, run_options(place, "daemon", "holds"))
-    job = subprocess.Popen(line, cwd=place, stderr=subprocess.DEVNULL)
+    job = subprocess.Popen(
+        line,
+        cwd=place,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # The tests may run in the background.
+    )
     until(lambda: stored(place) == 3, "three finished rows")
     job.send_signal(how)
     assert job.wait() == status

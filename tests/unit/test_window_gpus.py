@@ -13,11 +13,17 @@ WAIT = f"""
 import sys
 sys.path.insert(0, {str(SCRIPTS)!r})
 from draftline.errors import DraftlineError
-from draftline.maintenance import wait
+from draftline import maintenance
 from draftline.service import Service, gpu_holders, remember
 service = Service("true", "true", "true", sys.argv[1] or None, 5, float(sys.argv[2]), 5)
 family = service.family()
 print("others before the stop:", *gpu_holders(own=[process.pid for process in family]), flush=True)
+
+
+def wait(condition, seconds):
+    return maintenance.wait(lambda: print("looking", flush=True) or condition(), seconds)
+
+
 try:
     service.await_end(remember(family), wait)
 except DraftlineError as error:
@@ -48,30 +54,53 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_memory_that_is_still_allocated_is_waited_for(machine: Machine) -> None:  # noqa: F811
     machine.show(gpu(0), gpu(1, used=47 * GIB))
-    process, _ = waiting(machine, seconds=60)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(2)
+    process, _ = waiting(machine, seconds=120)
+    for _ in range(3):  # It looks again as often as it was not content.
+        assert process.stdout.readline() == "looking\n"
     machine.show(gpu(0), gpu(1))
-    assert process.wait(60) == 0
+    assert process.wait(120) == 0
 
 
-def test_a_leftover_of_the_service_on_a_gpu_is_ended(machine: Machine, sleeper: subprocess.Popen[bytes]) -> None:  # noqa: F811
-    machine.show(gpu(0, used=47 * GIB), f"compute {sleeper.pid} {47 * GIB}")
-    process, others = waiting(machine, f"echo {sleeper.pid}", seconds=5)
-    assert others == ""
-    sleeper.wait()
+LEFTOVER = """
+import os, signal, time
+def end(*_):
+    os.replace("free.txt", "gpus.txt")
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def leftover(machine: Machine) -> Iterator[subprocess.Popen[str]]:  # noqa: F811
+    """A process whose memory is free when it has ended."""
     machine.show(gpu(0))
+    machine.state.rename(machine.folder / "free.txt")
+    command = [sys.executable, "-c", LEFTOVER]
+    with subprocess.Popen(command, cwd=machine.folder, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        machine.show(gpu(0, used=47 * GIB), f"compute {process.pid} {47 * GIB}")
+        yield process
+        process.kill()
+
+
+def test_a_leftover_of_the_service_on_a_gpu_is_ended(machine: Machine, leftover: subprocess.Popen[str]) -> None:  # noqa: F811
+    process, others = waiting(machine, f"echo {leftover.pid}")
+    assert others == ""
+    leftover.wait()
     output, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert f"ending what is left of the service: process {sleeper.pid} " in output
+    assert f"ending what is left of the service: process {leftover.pid} " in output
 
 
 def test_another_process_on_a_gpu_is_named_and_left_alone(machine: Machine, sleeper: subprocess.Popen[bytes]) -> None:  # noqa: F811
     machine.show(gpu(0), gpu(1, used=47 * GIB), f"compute {sleeper.pid} {47 * GIB}")
     with subprocess.Popen(["sleep", "600"]) as service:
         process, others = waiting(machine, f"echo {service.pid}")
-        _, errors = process.communicate()
         assert service.wait() != 0
+        _, errors = process.communicate()
     assert process.returncode == 1
     holder = f"GPU 1 is held by process {sleeper.pid} (sleep 600), 47.0 GiB of user "
     assert others.startswith(holder)

@@ -55,6 +55,7 @@ def test_claims_that_follow_each_other_closely_never_overlap(tmp_path, monkeypat
     code = HOLD.partition("held")[0] + (
         "import os\n"
         "from draftline.errors import DraftlineError\n"
+        "print('up', flush=True); sys.stdin.read()\n"
         "end = time.monotonic() + 2\n"
         "while time.monotonic() < end:\n"
         "    try:\n"
@@ -62,6 +63,9 @@ def test_claims_that_follow_each_other_closely_never_overlap(tmp_path, monkeypat
         "            os.close(os.open('inside', os.O_CREAT | os.O_EXCL)); os.unlink('inside')\n"
         "    except DraftlineError: pass\n"
     )
-    writers = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    writers = [subprocess.Popen([sys.executable, "-c", code], **pipes, text=True) for _ in range(3)]
+    assert [writer.stdout.readline() for writer in writers] == ["up\n"] * 3
     for writer in writers:
-        assert (writer.communicate()[1], writer.returncode) == ("", 0)
+        writer.stdin.close()
+    assert [(writer.stderr.read(), writer.wait()) for writer in writers] == [("", 0)] * 3

@@ -25,6 +25,13 @@ STAGES = {
 }
 """What a stage makes; with equal bytes, whatever stands behind it is equal too."""
 
+PLACES = {
+    "completions": ("draftline.rows", "RowStore.add", 4),
+    "hidden_states": ("draftline.states_writer", "StatesWriter.put", 3),
+    "train_segment": ("draftline.drafter.train", "Trainer.train", 3),
+}
+"""Where a stage's job waits for the kill. It has something to lose there: rows, a file begun, or training steps."""
+
 
 @pytest.fixture(scope="module")
 def greedy(finished, tmp_path_factory) -> Run:
@@ -42,14 +49,6 @@ def undo(run: Run, stage: str) -> None:
     shutil.rmtree(run.folder / "results/logs")
     if stage == "completions":
         shutil.rmtree(run.folder / "results/.resume/rows")
-
-
-PLACES = {
-    "completions": ("draftline.rows", "RowStore.add", 4),
-    "hidden_states": ("draftline.states_writer", "StatesWriter.put", 3),
-    "train_segment": ("draftline.drafter.train", "Trainer.train", 3),
-}
-"""Where a job waits for the kill: it has something to lose, a few rows of many, a file begun, or a training."""
 
 
 def kill(snakemake: subprocess.Popen, whom: str) -> None:
