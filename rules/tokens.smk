@@ -3,7 +3,7 @@
 tokens           results/completions/{shard}.parquet -> results/tokens/{shard}.parquet
 mask_gate_shard  results/tokens/{shard}.parquet      -> results/gates/mask/{shard}.json
 mask_stats       all tokens                          -> results/stats/{mask.parquet, tokens.parquet, mask.png}
-mask_gate        results/stats/mask.parquet          -> results/gates/mask.json
+mask_gate        all tokens                          -> results/gates/mask.json
 """
 
 TOKENS = expand("results/tokens/{shard}.parquet", shard=SHARDS)

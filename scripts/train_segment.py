@@ -36,7 +36,6 @@ def work(job: Job) -> None:
         metrics=job.metrics,
         record=job.record,
         device=job.run["device"],
-        gpus=job.gpus,
     )
 
 

@@ -2,9 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-STATUSES = ("ok", "truncated", "empty", "malformed_think", "repetition", "error")
-"""A stop token and an answer; cut by the limit; no answer; a think block that is not closed once; a loop; no row at all."""
-
 
 def is_loop(ids: Sequence[int], period: int, repeats: int, tokens: int) -> bool:
     """Whether `ids` end in a loop: a pattern of at most `period` tokens, at least `repeats` times, over at least `tokens`.
@@ -21,7 +18,8 @@ def is_loop(ids: Sequence[int], period: int, repeats: int, tokens: int) -> bool:
 
 
 def status(ids: Sequence[int], finish_reason: str, answer: str, think_is_sound: bool, loop: Mapping[str, int]) -> str:
-    """The status of a completion.
+    """The status of a completion: ``ok`` (a stop token and an answer), ``truncated`` (cut by the limit), ``empty`` (no answer),
+    ``malformed_think`` (a think block that is not closed once), ``repetition`` (a loop) or ``error`` (no row at all).
 
     `ids` are the sampled ids without a stop token, `answer` the text after any think block, `think_is_sound` whether that
     block is closed exactly once (or absent), `loop` the config's ``completions.loop``. A loop is told first: it is a

@@ -136,7 +136,7 @@ def folder_of(segments, segment):
     return f"results/drafters/of_{segments}/segments/{segment}"
 
 
-def train(segments, segment, save_every=60.0, device="cpu", gpus=0, **changes):
+def train(segments, segment, save_every=60.0, device="cpu", **changes):
     """Train one of `segments` segments in the working directory; the folder of its artifacts."""
     values = {**SETTINGS, **changes}
     folder = folder_of(segments, segment)
@@ -160,7 +160,6 @@ def train(segments, segment, save_every=60.0, device="cpu", gpus=0, **changes):
         metrics=f"{folder}/metrics.parquet",
         record=record("train_segment", folder),
         device=device,
-        gpus=gpus,
         save_every=save_every,
     )
     return Path(folder)

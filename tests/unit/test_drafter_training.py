@@ -400,11 +400,6 @@ def test_a_gpu_that_is_not_there_is_refused(run):
         world.train(1, 1, device="cuda")
 
 
-def test_more_gpus_than_one_are_refused(run):
-    with pytest.raises(DraftlineError, match=r"run\.train_segment\.gpus: 2: a segment trains on one GPU"):
-        world.train(1, 1, device="cuda", gpus=2)
-
-
 def test_a_diverging_training_stops_and_leaves_nothing(run):
     with pytest.raises(DraftlineError, match=r"lr: 1e\+20: training diverged at step \d+"):
         world.train(1, 1, lr=1e20, clip=1e20, epochs=4)

@@ -73,7 +73,6 @@ def train_segment(
     metrics: str,
     record: provenance.Record,
     device: str,
-    gpus: int = 0,
     save_every: float = SAVE_EVERY,
 ) -> None:
     """Train segment 1..`config["segments"]` of a drafter: parts, heads, stats and the state before -> state and metrics.
@@ -81,7 +80,8 @@ def train_segment(
     `config` is the rule's settings slice. Raises DraftlineError for inputs that are torn or do not belong together, and
     when training diverges, or when SIGTERM ended it: then its state is saved, and the next start goes on from there.
     """
-    _check_device(device, gpus)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DraftlineError("config: run.device: cuda: torch sees no GPU here; set cpu, or install torch for CUDA")
     values, segments = config["drafters"][drafter], config["segments"]
     shape = (config["shards"], config["hidden_states"]["parts_per_shard"], values["epochs"], segments)
     visits = segment_visits(*shape, segment)
@@ -223,13 +223,6 @@ def training_data(mask: str) -> dict[str, Any]:
 def seen_tokens(labels: str) -> Tensor:
     """Ids [V] int64, ascending, of the tokens that occur as labels: stats/tokens.parquet."""
     return torch.tensor(provenance.read_parquet(labels, ["token"])["token"].to_pylist())
-
-
-def _check_device(device: str, gpus: int) -> None:
-    if gpus > 1:
-        raise DraftlineError(f"config: run.train_segment.gpus: {gpus}: a segment trains on one GPU; set 1")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise DraftlineError("config: run.device: cuda: torch sees no GPU here; set cpu, or install torch for CUDA")
 
 
 def _require(holds: bool, path: str) -> None:

@@ -82,7 +82,7 @@ def look(scene: Scene, limits: Mapping[str, float], again: bool = False, load: L
         if missing:
             say(f"preflight of node {scene.node}: {len(scene.devices)} x {scene.devices[0].name}")
         figures = known | _stamped(measure(scene, missing, limits["timeout_s"], load))
-        report = Report(scene, figures, checks(scene, figures, limits, _rates(scene, figures)))
+        report = Report(scene, figures, checks(scene, figures, limits, _rates(figures)))
         if missing:
             _write_record(report, limits)
         if report.problems:
@@ -109,7 +109,7 @@ def _recorded(scene: Scene, limits: Mapping[str, float]) -> Report:
     """The recorded figures that hold for this scene and are within today's limits."""
     entries = _read(_record_path(scene)).get("figures", {})
     held = {part: entries[part] for part in scene.parts if part in entries and _holds(entries[part], scene)}
-    rates = _rates(scene, held)
+    rates = _rates(held)
     good = {
         part: entry
         for part, entry in held.items()
@@ -123,7 +123,7 @@ def _holds(entry: Mapping[str, Any], scene: Scene) -> bool:
     return "versions" not in entry or scene.versions.items() <= entry["versions"].items()
 
 
-def _rates(scene: Scene, figures: Figures) -> dict[str, dict[str, float]]:
+def _rates(figures: Figures) -> dict[str, dict[str, float]]:
     """TFLOP/s by kind and UUID, of all records and of these figures."""
     rates: dict[str, dict[str, float]] = defaultdict(dict)
     recorded = [_read(path).get("figures", {}) for path in sorted(ROOT.glob("*.json"))]
