@@ -229,7 +229,8 @@ def test_a_server_that_hangs_while_it_starts_is_ended_with_its_last_lines(make, 
     assert not lives(pid(tmp_path))
 
 
-def test_a_server_that_says_nothing_but_reads_is_waited_for(make, tmp_path):
+def test_a_server_that_says_nothing_but_reads_is_waited_for(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.1)
     made = make("reads")
     with starting(made) as start:
         process = psutil.Process(pid(tmp_path))
