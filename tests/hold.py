@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 HOOK = Path(__file__).with_name("hook")
-SECONDS = 240
+SECONDS = 600
 """How long a script may take to come to its place. It is never waited for in vain but by a test that fails."""
 
 
