@@ -1,5 +1,6 @@
 """Paths, and the targets that tests share: each is made once by the real command and kept for later runs."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -89,10 +90,15 @@ def made_target(target: dict[str, Any]) -> MadeTarget:
             done = run_target(target, place, place / "target")
             if done.returncode:
                 raise DraftlineError(done.stderr.strip())
-    os.utime(place)
-    for other in CACHE.glob("*/target"):
-        if time.time() - other.parent.stat().st_mtime > 86400:
-            shutil.rmtree(other.parent, ignore_errors=True)
+        os.utime(place)
+    for other in [path.parent for path in CACHE.glob("*/target")]:
+        # Another test process may make it now, or have removed it.
+        with (
+            contextlib.suppress(filelock.Timeout, FileNotFoundError),
+            filelock.FileLock(other.with_suffix(".lock"), timeout=0),
+        ):
+            if time.time() - other.stat().st_mtime > 86400:
+                shutil.rmtree(other, ignore_errors=True)
     return MadeTarget(place / "target", Manifest.load(place / "target" / "manifest.json"))
 
 

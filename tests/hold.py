@@ -1,5 +1,6 @@
 """Scripts that wait at a chosen place, so that a test finds them there however fast they are, and however late it looks."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import psutil
 
 HOOK = Path(__file__).with_name("hook")
-SECONDS = 240
+SECONDS = 600
 """How long a script may take to come to its place. It is never waited for in vain but by a test that fails."""
 
 
@@ -20,10 +21,9 @@ class Hold:
         paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HOLD": str(folder)}
 
-    def at(self, script: str, module: str, function: str, call: int = 1) -> "Hold":
+    def at(self, script: str, module: str, function: str, call: int = 1) -> None:
         """Let each process of `script` wait before its `call`-th call of a function."""
         (self.folder / f"{script}.at").write_text(f"{module} {function} {call}")
-        return self
 
     def held(self, script: str, count: int = 1) -> list[psutil.Process]:
         """The processes of `script` that live and have come to its place, once there are `count`."""
@@ -34,8 +34,12 @@ class Hold:
         return found
 
     def _living(self, script: str) -> list[psutil.Process]:
-        pids = [int(path.suffix[1:]) for path in self.folder.glob(f"{script}.*") if path.suffix != ".at"]
-        return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        found = []
+        for path in self.folder.glob(f"{script}.*"):
+            if path.suffix != ".at":
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found.append(psutil.Process(int(path.suffix[1:])))
+        return found
 
     def release(self, script: str) -> None:
         """Let those that wait go on, and others pass."""

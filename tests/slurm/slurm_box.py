@@ -115,7 +115,7 @@ def slurm(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def until(holds: Callable[[], object], what: str, seconds: float = 240) -> None:
+def until(holds: Callable[[], object], what: str, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain until {what}"

@@ -38,7 +38,7 @@ class SlurmRun(Run):
         return (self.folder / "run.log").read_text()
 
     def finish(self, snakemake: subprocess.Popen[bytes]) -> None:
-        assert snakemake.wait(600) == 0, self.log()
+        assert snakemake.wait(1800) == 0, self.log()
 
     def jobs(self, *states: str) -> list[tuple[str, str, str]]:
         """(id, state, rule and wildcards) of this run's jobs in the order of their ids, ended ones too."""

@@ -172,7 +172,7 @@ def test_a_job_that_waited_does_what_was_planned_or_nothing(run):
             assert run.pending("results/tokens/0000.parquet") == {"tokens": 1}
             (run.folder / path).write_text(before)
         else:
-            assert snakemake.wait(300) != 0
+            assert snakemake.wait(1800) != 0
             assert not target.exists()
             job = run.jobs("FAILED")[-1][0]
             assert "tokens: scripts/: the code of tokens changed after this run was planned" in slurm_log(run, job)

@@ -1,5 +1,6 @@
 """Memory that is left within a control group's limit, in a real group where one can be made."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ def group():
         folder, limit = Path("/sys/fs/cgroup/memory") / found["memory"].lstrip("/"), "memory.limit_in_bytes"
     else:
         folder, limit = Path("/sys/fs/cgroup") / found.get("", "/").lstrip("/"), "memory.max"
-    folder /= "draftline-test"
+    folder /= f"draftline-test-{os.getpid()}"
     try:
         folder.mkdir()
     except OSError as error:

@@ -130,6 +130,13 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 # Start ----------------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def starting(made: Server) -> Iterator[Future[None]]:
+    """The start of a server, in a thread. The test sets how long it may be silent once it has come so far."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(made.start, lambda: asks(made))
+
+
 def test_ready_is_a_server_that_answered_not_one_with_an_open_port(make, tmp_path):
     made = make("refuses")
     made.start(lambda: asks(made))
@@ -140,9 +147,12 @@ def test_ready_is_a_server_that_answered_not_one_with_an_open_port(make, tmp_pat
 
 
 def test_a_server_that_refuses_the_question_again_and_again_is_not_waited_for_for_ever(make, tmp_path):
-    made = make("refuses for ever", stall=5)
-    with pytest.raises(DraftlineError, match=r'does not answer: {"error": "warming up"}; its log is '):
-        made.start(lambda: asks(made))
+    made = make("refuses for ever")
+    with starting(made) as start:
+        until(lambda: made.log.exists() and '" 503 ' in made.log.read_text(), "a refusal")
+        made.stall_seconds = 5
+        with pytest.raises(DraftlineError, match=r'does not answer: {"error": "warming up"}; its log is '):
+            start.result()
     assert not lives(pid(tmp_path))
 
 
@@ -209,13 +219,6 @@ def test_a_program_that_is_not_there_is_named(tmp_path):
         made.start(lambda: None)
 
 
-@contextlib.contextmanager
-def starting(made: Server) -> Iterator[Future[None]]:
-    """The start of a server, in a thread. The test sets how long it may be silent once it has come so far."""
-    with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(made.start, lambda: asks(made))
-
-
 def test_a_server_that_hangs_while_it_starts_is_ended_with_its_last_lines(make, tmp_path):
     made = make("hangs")
     with starting(made) as start:
@@ -229,7 +232,8 @@ def test_a_server_that_hangs_while_it_starts_is_ended_with_its_last_lines(make, 
     assert not lives(pid(tmp_path))
 
 
-def test_a_server_that_says_nothing_but_reads_is_waited_for(make, tmp_path):
+def test_a_server_that_says_nothing_but_reads_is_waited_for(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.1)
     made = make("reads")
     with starting(made) as start:
         process = psutil.Process(pid(tmp_path))

@@ -89,7 +89,7 @@ def leftover(machine: Machine) -> Iterator[subprocess.Popen[str]]:  # noqa: F811
 def test_a_leftover_of_the_service_on_a_gpu_is_ended(machine: Machine, leftover: subprocess.Popen[str]) -> None:  # noqa: F811
     process, others = waiting(machine, f"echo {leftover.pid}")
     assert others == ""
-    leftover.wait()
+    leftover.wait(120)
     output, errors = process.communicate()
     assert process.returncode == 0, errors
     assert f"ending what is left of the service: process {leftover.pid} " in output
@@ -99,7 +99,7 @@ def test_another_process_on_a_gpu_is_named_and_left_alone(machine: Machine, slee
     machine.show(gpu(0), gpu(1, used=47 * GIB), f"compute {sleeper.pid} {47 * GIB}")
     with subprocess.Popen(["sleep", "600"]) as service:
         process, others = waiting(machine, f"echo {service.pid}")
-        assert service.wait() != 0
+        assert service.wait(120) != 0
         _, errors = process.communicate()
     assert process.returncode == 1
     holder = f"GPU 1 is held by process {sleeper.pid} (sleep 600), 47.0 GiB of user "

@@ -21,7 +21,7 @@ from hold import Hold
 PART = "results/hidden_states/0000/0000.safetensors"
 TOKENS = "results/tokens/0000.parquet"
 STATE = "results/.resume/maintenance/stopped.json"
-LIMIT = 120
+LIMIT = 300
 
 
 def until(condition: Callable[[], object], what: str) -> None:
