@@ -17,6 +17,7 @@ WORKFLOW = Path(workflow.basedir)
 sys.path.insert(0, str(WORKFLOW / "scripts"))
 
 from draftline import plan, slurm
+from draftline.config import check_keys
 from draftline.errors import DraftlineError
 
 sys.path.remove(str(WORKFLOW / "scripts"))
@@ -31,6 +32,8 @@ if workflow.is_main_process and not workflow.overwrite_configfiles:
 
 try:
     if workflow.is_main_process:
+        for path in workflow.configfiles:
+            check_keys(Path(path))
         slurm.settle(act=not workflow.output_settings.dryrun)
     config = plan.resolve(config, WORKFLOW, validate, main=workflow.is_main_process)
     CLUSTER = workflow.global_resources.get("_nodes").value is not None

@@ -3,8 +3,12 @@
 Every complaint names the key by its path, the value, and what to do.
 """
 
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from draftline.engines import sglang_flags
 from draftline.errors import DraftlineError
@@ -39,13 +43,42 @@ def check_schema(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
         )
     if error.validator == "required":
         missing = next(name for name in error.validator_value if name not in error.instance)
-        raise DraftlineError(f"config: {key}: {missing} is missing; add {key if key != 'config' else ''}.{missing}:")
+        inner = ".".join([*map(str, error.absolute_path), missing])
+        raise DraftlineError(f"config: {inner}: missing; add it")
     if error.validator == "oneOf":
         ways = " | ".join("+".join(way["required"]) for way in error.validator_value)
         raise DraftlineError(f"config: {key}: needs exactly one of: {ways}")
+    if error.validator == "type" and _is_number(error.instance):
+        raise DraftlineError(f"config: {key}: {error.instance!r}: text to YAML; write a number with a point, as 1.0e-3")
     raise DraftlineError(
         f"config: {key}: {error.instance!r}: {error.message}; config.yaml or schemas/config.schema.yaml explains it"
     )
+
+
+def check_keys(path: Path) -> None:
+    """Raise DraftlineError for a key that stands twice in one place of a YAML file, where YAML would take the last."""
+    nodes = [yaml.compose(path.read_text(encoding="utf-8"))]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            names: set[str] = set()
+            for key, value in node.value:
+                if key.value in names:
+                    line = key.start_mark.line + 1
+                    raise DraftlineError(
+                        f"{path}: line {line}: {key.value}: stands here for the second time; remove one"
+                    )
+                names.add(key.value)
+                nodes.append(value)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def check_benchmarks(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
@@ -89,6 +122,9 @@ def check(config: Mapping[str, Any]) -> None:
             raise DraftlineError(
                 f"{key}.sliding_window: missing, but layer_types has sliding_attention; give the window"
             )
+        heads, kv_heads = drafter["heads"], drafter["kv_heads"]
+        if heads and kv_heads and heads % kv_heads:
+            raise DraftlineError(f"{key}.kv_heads: {kv_heads}: must divide heads, which are {heads}")
         late = [n for n in drafter["checkpoints"] if n > config["segments"]]
         if late:
             raise DraftlineError(f"{key}.checkpoints: {late[0]}: there are only {config['segments']} segments")

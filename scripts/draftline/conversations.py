@@ -9,6 +9,7 @@ Message = dict[str, Any]
 
 ROLES = {
     "system": "system",
+    "developer": "system",
     "human": "user",
     "user": "user",
     "gpt": "assistant",

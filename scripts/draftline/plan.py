@@ -251,6 +251,8 @@ class Plan:
         makes = rule in ("canary", "completions", "bench_completions")
         if makes and self._asked(rule)[0] == "openai" and config["engine"]["allow_retokenize"]:
             part["completions"]["allow_retokenize"] = True
+        if rule in ("canary", "tokens") and config["completions"]["engine"] != "dataset":
+            del part["tokens"]["turns"]
         if rule == "train_segment":
             del part["drafters"][entry]["checkpoints"]
         if rule == "evaluate_baseline":
@@ -505,14 +507,17 @@ class Plan:
         for path in paths:
             if os.path.exists(path) and self.staleness.pending(path):
                 again[self.node(path).rule].append(path)
-        for rule, found in again.items():
+        for rule in sorted(again, key=list(KEYS).index):  # What others follow from comes first.
+            found = again[rule]
             seconds = sum({log: self._seconds(log) for path in found if (log := self._run_record(path))}.values())
             gpus = self.resource(rule, "gpus")
             cost = (
-                f"{seconds / 3600 * max(gpus, 1):.2g} {'GPU' if gpus else 'CPU'}-hours" if seconds else "time unknown"
+                f"{seconds / 3600 * max(gpus, 1):.2g} {'GPU' if gpus else 'CPU'}-hours last time"
+                if seconds
+                else "time unknown"
             )
             reason = next((why for path in found if (why := self._why(path))), "something that it is made from")
-            print(f"stale: {rule}: {len(found)} to be made again ({cost}) because of {reason}", file=sys.stderr)
+            print(f"stale: {rule}: {len(found)} files to be made again ({cost}) because of {reason}", file=sys.stderr)
         stale = {
             path: {"id": self.staleness.due(path), "settings": self.node(path).settings}
             for found in again.values()

@@ -95,7 +95,11 @@ def identify(
 ) -> Manifest:
     """The manifest of a target, checked against its checkpoint."""
     text: Any = config.get_text_config(decoder=True)
-    layers = text.num_hidden_layers
+    layers = getattr(text, "num_hidden_layers", None)
+    if layers is None:
+        raise DraftlineError(
+            f"{source.name}: config.json: transformers finds no text model in it ({config.model_type}); not supported"
+        )
     if target["num_layers"] not in (None, layers):
         raise DraftlineError(
             f"config: target.num_layers: {target['num_layers']}: {source.name} has {layers} layers; correct or remove it"

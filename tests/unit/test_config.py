@@ -7,7 +7,7 @@ import pytest
 import yaml
 from snakemake.utils import validate
 
-from draftline.config import check, check_benchmarks, check_schema
+from draftline.config import check, check_benchmarks, check_keys, check_schema
 from draftline.errors import DraftlineError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -73,7 +73,7 @@ def test_presets_are_right(preset):
         ("engine_benchmarks.a", {"engine": "openai"}, "engine.endpoints: empty, but the engine is openai"),
         ("engine.memory_fraction", 1, "engine.memory_fraction: 1: "),
         ("engine.endpoints", [{"url": "gpu7:8000"}], "engine.endpoints.0.url: 'gpu7:8000': "),
-        ("engine_benchmarks.a", {"concurrency": [4]}, "engine_benchmarks.a: engine is missing"),
+        ("engine_benchmarks.a", {"concurrency": [4]}, "engine_benchmarks.a.engine: missing; add it"),
         ("engine_benchmarks.a", {"engine": "dataset"}, "engine_benchmarks.a.engine: 'dataset': "),
         (
             "engine_benchmarks.a",
@@ -83,12 +83,25 @@ def test_presets_are_right(preset):
         ("engine_benchmarks.a", {"engine": "openai", "tokens": 0}, "engine_benchmarks.a.tokens: 0: "),
         ("engine_benchmarks.a", {"engine": "sglang"}, "run.device: cpu: engine sglang works on GPUs"),
         ("engine.stall_seconds", 0, "engine.stall_seconds: 0: "),
+        ("drafters.demo.lr", "6e-4", "drafters.demo.lr: '6e-4': text to YAML; write a number with a point, as 1.0e-3"),
+        ("drafters.demo.lr", "fast", "drafters.demo.lr: 'fast': 'fast' is not of type 'number'"),
+        ("drafters.demo", {"heads": 4, "kv_heads": 8}, "drafters.demo.kv_heads: 8: must divide heads, which are 4"),
     ],
 )
 def test_wrong_values_are_named(key, value, message):
     with pytest.raises(DraftlineError, match=f"config: {message}") as caught:
         checked(put(key, value))
     assert str(caught.value).count("\n") <= 1
+
+
+def test_a_key_that_stands_twice_is_named_with_its_line(tmp_path):
+    """Also where a list lies between; the same key in two places is none."""
+    path = tmp_path / "config.yaml"
+    path.write_text("a: {x: 1}\nb:\n  - {x: 1, y: 2}\n  - x: 1\n    y: 2\n    x: 3\n")
+    with pytest.raises(DraftlineError, match=rf"^{path}: line 6: x: stands here for the second time; remove one$"):
+        check_keys(path)
+    path.write_text("a: {x: 1}\nb: {x: 1}\n")
+    check_keys(path)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +142,7 @@ def test_further_flags_of_sglang_are_free():
 
 
 def test_a_missing_section_is_named():
-    with pytest.raises(DraftlineError, match="drafters is missing"):
+    with pytest.raises(DraftlineError, match=r"^config: drafters: missing; add it$"):
         checked(lambda config: config.pop("drafters"))
 
 

@@ -108,6 +108,15 @@ def test_an_endpoint_that_cannot_be_the_target_is_refused_before_the_bulk(
     assert len(world.bodies) <= 2
 
 
+@pytest.mark.parametrize("page", [None, {"data": 5}, ["models"]])
+def test_what_lists_no_models_is_refused_in_its_own_words(engine, page):
+    listed = {} if page is None else {"/v1/models": page}
+    with World(vllm, {"/health": {}, **listed}) as world:
+        words = r"/v1/models: gives no list of models \(\d+, '.*'\); correct the url"
+        with pytest.raises(DraftlineError, match=words), engine(world):
+            pass
+
+
 def test_a_parameter_that_the_server_does_not_know_does_not_pass_silently(engine):
     def answer(body):
         return vllm({**body, "min_p": 0, "seed": 0})  # Takes any value.

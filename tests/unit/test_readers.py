@@ -115,6 +115,13 @@ def test_missing_file_is_refused_by_path(tmp_path, name):
         values(tmp_path / name)
 
 
+def test_a_folder_is_told_from_a_file(tmp_path):
+    with pytest.raises(
+        DraftlineError, match=rf"^{tmp_path}: is a folder; name its files, for example {tmp_path}/\*\.jsonl$"
+    ):
+        values(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl.xz", "a.txt", "jsonl"])
 def test_unknown_extension_is_refused_with_the_known_ones(tmp_path, name):
     (tmp_path / name).write_bytes(jsonl(ROWS))
@@ -169,7 +176,7 @@ def test_share_gpt_and_open_ai_rows_of_one_conversation_are_equal():
 @pytest.mark.parametrize(
     ("name", "role"),
     [("human", "user"), ("user", "user"), ("gpt", "assistant"), ("assistant", "assistant"), ("model", "assistant"),
-     ("bot", "assistant"), ("tool", "tool"), ("function", "tool"), ("observation", "tool"), ("system", "system")],
+     ("bot", "assistant"), ("tool", "tool"), ("function", "tool"), ("observation", "tool"), ("system", "system"), ("developer", "system")],
 )  # fmt: skip
 def test_roles_are_normalized(name, role):
     assert roles(share_gpt((name, "x"), ("human", "Hi"))) == [role, "user"]
@@ -268,7 +275,7 @@ def test_empty_answer_at_the_end_does_not_cost_the_prompt():
         ({"text": "Hi"}, "neither conversations"),
         ({"conversations": "Hi"}, "conversations must be a list, not a string"),
         ({"messages": ["Hi"]}, "a turn must be an object, not a string"),
-        (share_gpt(("narrator", "Hi")), "unknown role 'narrator'; known: system, human"),
+        (share_gpt(("narrator", "Hi")), "unknown role 'narrator'; known: system, developer, human"),
         ({"messages": [{"role": ["user"], "content": "Hi"}]}, "unknown role"),
         ({"messages": [{"role": "user", "content": 7}]}, "content must be a string or a list of parts, not a number"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a text part has no text"),

@@ -123,6 +123,11 @@ def test_a_second_drafter_is_left_alone(run):
     assert "results/drafters/small/model/model.safetensors" in outputs
 
 
+def test_turns_of_a_data_set_mean_nothing_to_an_engine_that_answers(run):
+    run.edit("tiny.yaml", "max_length: 448", "turns: all, max_length: 448")
+    assert run.pending() == {"report": 1}
+
+
 def test_a_gate_that_is_loosened_reruns_only_gates_and_report(run):
     run.edit("tiny.yaml", "looping_share: 1.0", "looping_share: 0.99")
     assert run.pending() == {"canary": 1, "mask_gate_shard": 1, "mask_gate": 1, "report": 1}

@@ -106,10 +106,15 @@ class OpenAIEngine(HttpEngine):
         if wanted is None and len(cards) == 1:
             (card,) = cards.values()
             return dict(card)
-        names = ", ".join(cards) or "none"
+        if wanted is None and not cards:
+            said = content.decode(errors="replace")[:80]
+            raise DraftlineError(
+                f"{endpoint.url}/v1/models: gives no list of models ({status}, {said!r}); correct the url in engine.endpoints,"
+                " or name the model there"
+            )
         if wanted is None:
             raise DraftlineError(
-                f"{endpoint.url}: serves {names}; name one: engine.endpoints: [{{url: ..., model: NAME}}]"
+                f"{endpoint.url}: serves {', '.join(cards)}; name one: engine.endpoints: [{{url: ..., model: NAME}}]"
             )
         # A list without the model may be of what lies on its disk; the server says so itself if it does not have it.
         return dict(cards.get(wanted, {"id": wanted}))
