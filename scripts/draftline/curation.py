@@ -120,7 +120,8 @@ class Curation:
             self.spool.drop(id)
         counts["limit"] = len(beyond)
         counts["kept"] = len(kept) - len(beyond)
-        say(f"prompts: {name}: {counts['read']} rows read, {counts['kept']} kept")
+        left_out = ", ".join(f"{counts[reason]} {reason}" for reason in REASONS if counts[reason])
+        say(f"prompts: {name}: {counts['read']} rows read, {counts['kept']} kept{left_out and f' ({left_out})'}")
 
     def _conversations(self, path: Path, counts: Counts) -> Iterator[Conversation]:
         """The conversations of a file. Rows without one are counted."""

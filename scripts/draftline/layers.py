@@ -16,6 +16,11 @@ def layer_ids(layers: int | list[int], num_layers: int, key: str) -> list[int]:
     An id is a 0-based decoder layer whose *output* is tapped. The last layer is refused: Hugging Face gives its state after
     the final norm, and serving engines cannot capture it. Raises DraftlineError naming `key`.
     """
+    most = max(num_layers - 3, 1)
+    if isinstance(layers, int) and layers > most:
+        raise DraftlineError(
+            f"config: {key}: {layers}: of a target of {num_layers} layers {most} can be tapped, evenly spaced"
+        )
     ids = default_layer_ids(layers, num_layers) if isinstance(layers, int) else layers
     if ids != sorted(set(ids)):
         raise DraftlineError(f"config: {key}: {ids}: must be ascending and without repeats")

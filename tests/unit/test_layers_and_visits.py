@@ -28,6 +28,12 @@ def test_layers_that_cannot_be_tapped_are_refused_with_key_and_value(ids):
         layer_ids(ids, 8, key="hidden_states.layers")
 
 
+def test_more_layers_than_can_be_tapped_are_refused_as_they_were_asked_for():
+    assert layer_ids(5, 8, key="k") == [1, 2, 3, 4, 5]
+    with pytest.raises(DraftlineError, match=r"config: k: 6: of a target of 8 layers 5 can be tapped"):
+        layer_ids(6, 8, key="k")
+
+
 def test_the_second_to_last_layer_is_the_highest():
     assert layer_ids([0, 6], 8, key="k") == [0, 6]
 

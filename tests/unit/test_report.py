@@ -225,6 +225,17 @@ def test_an_evaluation_on_states_of_other_kernels_is_named(fresh: Drawn) -> None
     assert values["harness"]["kernel_mismatch"] in words
 
 
+def test_a_drafter_that_does_not_beat_the_baselines_is_said_not_to(fresh: Drawn) -> None:
+    assert "not clearly above that yet" not in Page(fresh.text).text
+    for path in fresh.inputs.evaluations:
+        if path.endswith("unigram/fresh.json"):
+            values = json.loads(Path(path).read_text())
+            values["chain"] |= {"tau": 9.0, "ci95": [8.0, 10.0]}
+            Path(path).write_text(json.dumps(values))
+    words = Page(page.render(fresh.inputs, fresh.config, made.record("report", "results/report.html"))).text
+    assert "What was learnt is not clearly above that yet" in words
+
+
 def test_ids_made_from_text_are_counted(fresh: Drawn) -> None:
     assert "made from a server's text" not in Page(fresh.text).text
     for path, count in zip(fresh.inputs.completions, (1234,), strict=True):
