@@ -106,20 +106,28 @@ def safetensors_header(path: str | Path) -> dict[str, Any]:
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
+PNG_KEY = KEY.encode() + b"\0"
 
 
 def _read_png(path: Path) -> Any:
-    with open(path, "rb") as file:
-        if file.read(8) != PNG:
-            raise ValueError("not a PNG")
-        while True:
-            length, kind = struct.unpack(">I4s", file.read(8))
-            data = file.read(length)
-            file.read(4)
-            if kind == b"tEXt" and data.startswith(KEY.encode() + b"\0"):
-                return orjson.loads(data.split(b"\0", 1)[1])
-            if kind == b"IEND":
-                return None
+    data = path.read_bytes()
+    chunk = _png_chunk(data)
+    return chunk and orjson.loads(data[chunk.start + 8 + len(PNG_KEY) : chunk.stop - 4])
+
+
+def _png_chunk(data: bytes) -> slice | None:
+    """Where the record's chunk stands in a PNG, length and checksum included."""
+    if not data.startswith(PNG):
+        raise ValueError("not a PNG")
+    start = len(PNG)
+    while True:
+        length, kind = struct.unpack_from(">I4s", data, start)
+        end = start + 12 + length
+        if kind == b"tEXt" and data.startswith(PNG_KEY, start + 8):
+            return slice(start, end)
+        if kind == b"IEND":
+            return None
+        start = end
 
 
 def _read_html(path: Path) -> Any:
@@ -264,11 +272,10 @@ def _restamp_safetensors(path: Path, record: Record) -> None:
 
 
 def _restamp_png(path: Path, record: Record) -> None:
-    data, start = path.read_bytes(), len(PNG)
-    while data[start + 4 : start + 9 + len(KEY)] != b"tEXt" + KEY.encode() + b"\0":
-        start += 12 + int.from_bytes(data[start : start + 4], "big")
-    end = start + 12 + int.from_bytes(data[start : start + 4], "big")
-    text = KEY.encode() + b"\0" + json.dumps(record, sort_keys=True).encode()
-    chunk = struct.pack(">I", len(text)) + b"tEXt" + text + struct.pack(">I", zlib.crc32(b"tEXt" + text))
+    data = path.read_bytes()
+    chunk = _png_chunk(data)
+    assert chunk  # The record was read.
+    text = b"tEXt" + PNG_KEY + json.dumps(record, sort_keys=True).encode()
+    new = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
     with replacing(path) as temporary:
-        temporary.write_bytes(data[:start] + chunk + data[end:])
+        temporary.write_bytes(data[: chunk.start] + new + data[chunk.stop :])

@@ -24,9 +24,9 @@ def read_records(path: Path) -> Iterator[tuple[str, Record | MalformedError]]:
     Files are streamed. Raises DraftlineError with the path for a file that is missing, empty, of an unknown kind, or cut.
     """
     kind = next((extension for extension in EXTENSIONS if path.name.endswith(extension)), None)
-    if kind is None and path.is_dir():
-        raise DraftlineError(f"{path}: is a folder; name its files, for example {path}/*.jsonl")
     if kind is None:
+        if path.is_dir():
+            raise DraftlineError(f"{path}: is a folder; name its files, for example {path}/*.jsonl")
         raise DraftlineError(f"{path}: unknown kind of prompt file; known: {', '.join(EXTENSIONS)}")
     read = {".json": _json, ".parquet": _parquet}.get(kind, _lines)
     empty = True

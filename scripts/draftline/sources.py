@@ -60,9 +60,8 @@ def target(target: Mapping[str, Any], workflow: Path, cache: Path) -> dict[str, 
     found = {}
     if "path" in target:
         folder = locate(target["path"], workflow)
-        patterns = (
-            (*SMALL_FILES, CODE) if target["trust_remote_code"] else SMALL_FILES
-        )  # Code that is not run is nothing.
+        # Code that is not run changes nothing.
+        patterns = (*SMALL_FILES, CODE) if target["trust_remote_code"] else SMALL_FILES
         files = sorted(path for pattern in patterns for path in folder.glob(pattern))
         found.update({path.name: file_digest(path, cache) for path in files})
         found.update({path.name: sampled_digest(path) for path in sorted(folder.glob("*.safetensors"))})
