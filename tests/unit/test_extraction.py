@@ -34,15 +34,32 @@ def plain_states(model, ids_T):
     return torch.cat([states[i + 1][0] for i in TAPPED], dim=-1)
 
 
+def largest_error(found, references):
+    """By sequence, in parts of the sequence's largest number."""
+    return max(
+        float((found_TF - reference_TF).abs().max() / reference_TF.abs().max())
+        for found_TF, reference_TF in zip(found, references, strict=True)
+    )
+
+
+def assert_as_alone(found, name):
+    """Each sequence's features are those that it has alone, but for rounding: some tokens of a random hybrid make much of it.
+
+    The first tokens are also looked at by themselves: an earlier sequence's convolution or state would show there.
+    """
+    model, exact = build(name), build(name).double()
+    for part in (slice(None), slice(3)):
+        alone, references = ([plain_states(side, ids_T)[part] for ids_T in sequences()] for side in (model, exact))
+        ours = [found[n][part] for n in range(len(alone))]
+        assert largest_error(ours, alone) < max(1e-5, 4 * largest_error(alone, references))
+
+
 @pytest.mark.parametrize("batch_tokens", [1, 100, 100_000])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_features_equal_output_hidden_states_row_by_row(name, batch_tokens):
-    model = build(name)
-    found = dict(extract(model, TAPPED, sequences(), batch_tokens))
+    found = dict(extract(build(name), TAPPED, sequences(), batch_tokens))
     assert sorted(found) == list(range(len(LENGTHS)))
-    for n, ids_T in enumerate(sequences()):
-        reference_TF = plain_states(model, ids_T)
-        torch.testing.assert_close(found[n], reference_TF, atol=1e-5 * float(reference_TF.abs().max()), rtol=1e-5)
+    assert_as_alone(found, name)
 
 
 def test_sequences_may_be_lists():
@@ -128,18 +145,12 @@ PACKING = sorted(BUILDERS.keys() - {"sliding"})
 def test_features_of_packed_sequences_are_those_of_each_alone(name, batch_tokens):
     """On the CPU torch's rule and convolution by ends stand for the packages'."""
     model = build(name)
-    expected = [plain_states(model, ids_T) for ids_T in sequences()]
     with torch_kernels(model):
         chosen_by_ends(model)
         prefer_packed_attention(model)
         assert packs(model)
         found = dict(extract(model, TAPPED, sequences(), batch_tokens))
-    for n, reference_TF in enumerate(expected):
-        torch.testing.assert_close(found[n], reference_TF, atol=1e-5 * float(reference_TF.abs().max()), rtol=1e-5)
-        # The first tokens are where an earlier sequence's convolution or state would show.
-        torch.testing.assert_close(
-            found[n][:3], reference_TF[:3], atol=1e-5 * float(reference_TF.abs().max()), rtol=1e-5
-        )
+    assert_as_alone(found, name)
 
 
 def test_sequences_are_packed_only_where_every_kernel_keeps_them_apart():

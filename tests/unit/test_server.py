@@ -264,7 +264,31 @@ def clock(monkeypatch) -> Callable[[float], None]:
     return move
 
 
-def test_each_sign_of_life_counts_and_silence_is_told(tmp_path, clock):
+class Reader(subprocess.Popen):
+    """A process that reads when it is told to, and nothing else."""
+
+    def read(self, size: int) -> None:
+        self.stdin.write(f"{size}\n")
+        self.stdin.flush()
+        assert self.stdout.readline() == f"{size}\n"
+
+
+READ = """
+import sys
+with open("/dev/zero", "rb", buffering=0) as file:
+    for line in sys.stdin:
+        print(len(file.read(int(line))), flush=True)
+"""
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    with Reader([sys.executable, "-c", READ], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.stdin.close()
+
+
+def test_each_sign_of_life_counts_and_silence_is_told(tmp_path, clock, reader):
     log, cache, memory, members = tmp_path / "log", tmp_path / "cache", {"GPU 0": 700 << 20}, []
     cache.mkdir()
     os.utime(cache, (0, 0))
@@ -290,13 +314,11 @@ def test_each_sign_of_life_counts_and_silence_is_told(tmp_path, clock):
     assert not watched.quiet(100)
     clock(1)
     assert watched.quiet(100)
-    members.append(psutil.Process())
-    with open("/dev/zero", "rb", buffering=0) as file:
-        file.read(200 << 20)
+    members.append(psutil.Process(reader.pid))
+    reader.read(200 << 20)
     assert not watched.quiet(100)
     clock(100)
-    with open("/dev/zero", "rb", buffering=0) as file:
-        file.read(1 << 20)
+    reader.read(1 << 20)
     assert watched.quiet(100), "a trickle is no reading of weights"
     watched.touch()
     assert not watched.quiet(100)
